@@ -1,0 +1,199 @@
+"""When averagers act: every so many steps, and which of two of them."""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+from meantime import arrays
+from meantime.arrays import Array
+from meantime.control import LAST, cond, counter, increment
+from meantime.schedules import Schedule
+from meantime.transform import Transform, as_transform, forwards, pick
+from meantime.tree import Tree
+
+
+class PeriodicState(NamedTuple):
+    """Local steps made, the step after which the next synchronisation is due (both 0-d int32),
+    and the averager's own state."""
+
+    count: Array
+    due: Array
+    averager: Any
+
+
+class AlternateState(NamedTuple):
+    """Calls made (0-d int32), and the states of both averagers."""
+
+    count: Array
+    usual: Any
+    special: Any
+
+
+def periodic(
+    averager: Any,
+    every: int | Schedule,
+    after: int = 0,
+    first: int | None = None,
+    last: int | None = None,
+) -> Transform:
+    r"""Let an averager act only every so many local steps.
+
+    With steps counted from 1, a period :math:`H` and a warm-up :math:`W` the averager acts
+    after the local steps :math:`W + H, W + 2H, \dots` The decision depends on the number of
+    calls of `average` alone, never on the data of one replica.
+
+    Args:
+        averager: what acts; its own steps are then the rounds.
+        every: the period :math:`H` in local steps, or a schedule of it. A schedule is read
+            once a round, at its start, with the number of local steps made so far; its value is
+            rounded down and at least 1.
+        after: the warm-up :math:`W`, in local steps.
+        first: the step of the first synchronisation, instead of :math:`W + H`; the others
+            follow it at the period.
+        last: the step on which the last round ends: the round that would pass it is shortened,
+            and none begins after it.
+
+    `average(..., now=True)` (a bool or a 0-d bool array, the same on every replica) forces a
+    synchronisation after the present step and moves no other: pass it at the end of training.
+    An averager that names `step` is given the number of local steps made.
+
+    Raises:
+        ValueError: a period below 1, a negative warm-up, `first` or `last` below 1.
+        TypeError: one of them is not an integer.
+
+    Stich 2019 (https://arxiv.org/abs/1805.09767), algorithm 1; with a warm-up, Lin et al. 2020
+    (https://arxiv.org/abs/1808.07217), section 3.
+
+    Example:
+        >>> import torch, meantime as mt
+        >>> tx = mt.periodic(mt.average_params(), every=4, after=2)
+        >>> params, synchronised = torch.zeros(1), []
+        >>> state = tx.init(params)
+        >>> for step in range(1, 13):
+        ...     world = mt.Recorded(mt.Solo())
+        ...     params, state = tx.average(params, state, replicas=world)
+        ...     synchronised += [step] if world.calls else []
+        >>> synchronised
+        [6, 10]
+    """
+    if not callable(every):
+        _check_integer("every", every, 1)
+    _check_integer("after", after, 0)
+    for name, value in (("first", first), ("last", last)):
+        if value is not None:
+            _check_integer(name, value, 1)
+    inner = as_transform(averager)
+
+    def end_of_round(start: Array) -> Array:
+        """The step that ends the round which starts after step `start`."""
+        period: Array = every
+        if callable(every):
+            period = arrays.maximum(arrays.astype(_array(every(start), start), start.dtype), 1)
+        end = start + arrays.minimum(period, LAST - start)
+        return end if last is None else _clamp(end, start)
+
+    def _clamp(end: Array, start: Array) -> Array:
+        return arrays.where(start < last, arrays.minimum(end, last), LAST)
+
+    def init(params: Tree) -> PeriodicState:
+        zero = counter(params)
+        due = end_of_round(zero + after) if first is None else zero + first
+        if last is not None:
+            due = _clamp(due, zero)
+        return PeriodicState(zero, due, inner.init(params))
+
+    @forwards(inner.update)
+    def update(
+        updates: Tree, state: PeriodicState, params: Tree = None, **extra: Any
+    ) -> tuple[Tree, PeriodicState]:
+        updates, averager = inner.update(
+            updates, state.averager, params, **pick(inner.update, extra)
+        )
+        return updates, state._replace(averager=averager)
+
+    @forwards(inner.average, hides=("step",))
+    def average(
+        params: Tree, state: PeriodicState, *, now: bool | Array = False, **extra: Any
+    ) -> tuple[Tree, PeriodicState]:
+        count = increment(state.count)
+        scheduled = count >= state.due
+        due = scheduled | now
+        arguments = pick(inner.average, {**extra, "now": now, "step": count})
+
+        def synchronise(params: Tree, averager: Any) -> tuple[Tree, Any]:
+            return inner.average(params, averager, **arguments)
+
+        def wait(params: Tree, averager: Any) -> tuple[Tree, Any]:
+            return params, averager
+
+        params, averager = cond(due, synchronise, wait, params, state.averager)
+        following = arrays.where(scheduled, end_of_round(count), state.due)
+        return params, PeriodicState(count, following, averager)
+
+    return Transform(init, update, average)
+
+
+def alternate(usual: Any, special: Any, every: int) -> Transform:
+    r"""Call one averager, and every so many calls another instead.
+
+    The levels of a hierarchy: `alternate(average_params("node"), average_params("world"), 4)`
+    averages inside the node three times and over the world the fourth time. With `now=True` the
+    special one acts.
+
+    Args:
+        usual, special: the averagers.
+        every: the special one acts at calls `every`, `2 every`, ...
+
+    Raises:
+        ValueError: `every` is below 1.
+        TypeError: `every` is not an integer.
+
+    Example:
+        >>> import torch, meantime as mt
+        >>> tx = mt.alternate(mt.average_params("node"), mt.average_params("world"), every=2)
+        >>> params = torch.zeros(1)
+        >>> levels = {"node": mt.Recorded(mt.Solo()), "world": mt.Recorded(mt.Solo())}
+        >>> state = tx.init(params)
+        >>> for _ in range(6):
+        ...     params, state = tx.average(params, state, replicas=levels)
+        >>> {name: len(level.calls) for name, level in levels.items()}
+        {'node': 3, 'world': 3}
+    """
+    _check_integer("every", every, 1)
+    often, seldom = as_transform(usual), as_transform(special)
+
+    def init(params: Tree) -> AlternateState:
+        return AlternateState(counter(params), often.init(params), seldom.init(params))
+
+    @forwards(often.average, seldom.average)
+    def average(
+        params: Tree, state: AlternateState, *, now: bool | Array = False, **extra: Any
+    ) -> tuple[Tree, AlternateState]:
+        count = increment(state.count)
+        extra = {**extra, "now": now}
+
+        def run_special(params: Tree, usual: Any, special: Any) -> tuple[Tree, Any, Any]:
+            params, special = seldom.average(params, special, **pick(seldom.average, extra))
+            return params, usual, special
+
+        def run_usual(params: Tree, usual: Any, special: Any) -> tuple[Tree, Any, Any]:
+            params, usual = often.average(params, usual, **pick(often.average, extra))
+            return params, usual, special
+
+        params, usual, special = cond(
+            (count % every == 0) | now, run_special, run_usual, params, state.usual, state.special
+        )
+        return params, AlternateState(count, usual, special)
+
+    return Transform(init, average=average)
+
+
+def _array(value: Any, like: Array) -> Array:
+    return value if arrays.is_array(value) else like * 0 + int(value)
+
+
+def _check_integer(name: str, value: Any, low: int) -> None:
+    if isinstance(value, bool) or not isinstance(value, int):
+        raise TypeError(f"{name} must be an integer number of steps, got {value!r}")
+    if value < low:
+        raise ValueError(f"{name} must be at least {low}, got {value!r}")

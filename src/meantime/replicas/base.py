@@ -1,0 +1,113 @@
+"""What a world of replicas can do, and how a transform finds the one it means."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Any, Protocol, runtime_checkable
+
+from meantime import arrays, tree
+from meantime.arrays import Array
+from meantime.tree import Tree
+
+
+@runtime_checkable
+class Replicas(Protocol):
+    """The replicas that train together, seen from one of them.
+
+    Every method is collective: all replicas call it, with trees of the same structure, shapes
+    and dtypes. None writes to what it is given, unless told so by `donate`.
+    """
+
+    @property
+    def size(self) -> int:
+        """How many replicas there are."""
+        ...
+
+    @property
+    def rank(self) -> Array:
+        """Which one this is, from 0."""
+        ...
+
+    def mean(self, tree: Tree, *, weight: Array | None = None, donate: bool = False) -> Tree:
+        r"""The mean over replicas, the same bits on all of them.
+
+        .. math:: \bar x = \sum_k w_k x_k \Big/ \sum_k w_k
+
+        accumulated in at least float32, divided after the sum, cast back. A replica of weight
+        0 takes no part, whatever its values. If all have weight 0 there is no mean: the result
+        is NaN, or the tree itself where that was donated. Integers and bools are not averaged:
+        they take the maximum.
+        """
+        ...
+
+    def gather(self, tree: Tree) -> Tree:
+        """All replicas' values, on a new leading axis of length `size`."""
+        ...
+
+    def shift(self, tree: Tree, by: int) -> Tree:
+        """The values of replica `(rank - by) % size`: everyone sends `by` places up a ring."""
+        ...
+
+    def broadcast(self, tree: Tree, root: int = 0) -> Tree:
+        """The values of replica `root`, bit for bit."""
+        ...
+
+    def groups(self, size: int) -> Replicas:
+        """The replicas in groups of `size` consecutive ranks: this replica's group."""
+        ...
+
+
+Levels = Replicas | Mapping[str, Replicas]
+
+
+def resolve(replicas: Levels | None, over: str | None, who: str) -> Replicas:
+    """The world a transform talks to.
+
+    Raises:
+        TypeError: no replicas were passed, or several and `over` does not name one.
+    """
+    if replicas is None:
+        raise TypeError(
+            f"{who} has to communicate: pass replicas=..., for example replicas=Solo() for one "
+            "replica or replicas=Distributed() in a torch.distributed job"
+        )
+    if not isinstance(replicas, Mapping):
+        if over is not None:
+            raise TypeError(
+                f"{who} averages over {over!r}: pass a mapping, replicas={{{over!r}: ...}}, "
+                f"got {replicas!r}"
+            )
+        return replicas
+    if over is None or over not in replicas:
+        raise TypeError(
+            f"{who} cannot tell which replicas it averages over: over={over!r}, and the levels "
+            f"passed are {sorted(replicas)}"
+        )
+    return replicas[over]
+
+
+def check_groups(size: int, group: int) -> None:
+    """Refuse a group size that does not divide the world."""
+    if not (isinstance(group, int) and group >= 1 and size % group == 0):
+        raise ValueError(f"{size} replicas cannot be split into groups of {group!r}")
+
+
+def mean_by_sums(
+    values: Tree,
+    weight: Array | None,
+    size: int,
+    all_sum: Callable[[Array], Array],
+    all_max: Callable[[Array], Array],
+) -> Tree:
+    """The mean of `Replicas.mean` from a sum and a maximum over replicas, leaf by leaf."""
+    total: Any = size if weight is None else all_sum(weight)
+
+    def mean(x: Array) -> Array:
+        if not arrays.is_inexact(x):
+            return all_max(x)
+        wide = arrays.astype(x, arrays.wide_dtype(x))
+        if weight is not None:
+            wide = arrays.where(weight > 0, weight * wide, arrays.namespace(x).zeros_like(wide))
+        return arrays.astype(all_sum(wide) / total, x.dtype)
+
+    return tree.map(mean, values)

@@ -1,0 +1,106 @@
+"""Looking into a state, and taking it across the checkpoint boundary.
+
+A state is a tree of arrays in named tuples, tuples and dicts. At the checkpoint boundary it
+becomes a flat dict of arrays keyed by field path, which `torch.load(weights_only=True)` and
+`torch.distributed.checkpoint` read, and which is restored into a template.
+"""
+
+from __future__ import annotations
+
+from typing import Any, TypeVar
+
+import optree
+
+from meantime import tree
+from meantime.arrays import Array
+
+S = TypeVar("S")
+
+
+def find_all(state: Any, kind: type[S]) -> list[S]:
+    """Every state of that type, wherever it is nested, in order."""
+    found = optree.tree_leaves(state, is_leaf=lambda node: isinstance(node, kind))
+    return [node for node in found if isinstance(node, kind)]
+
+
+def find(state: Any, kind: type[S]) -> S:
+    """The one state of that type.
+
+    Raises:
+        LookupError: there is none or there are several; what is there is listed.
+
+    Example:
+        >>> import torch, meantime as mt
+        >>> state = mt.diloco(mt.adamw(1e-3), every=10).init(torch.zeros(2))
+        >>> mt.find(state, mt.OuterState).anchor
+        tensor([0., 0.])
+    """
+    found = find_all(state, kind)
+    if len(found) == 1:
+        return found[0]
+    kinds: set[str] = set()
+
+    def note(node: Any) -> bool:
+        if isinstance(node, tuple) and hasattr(node, "_fields"):
+            kinds.add(type(node).__name__)
+        return False
+
+    optree.tree_leaves(state, is_leaf=note)
+    raise LookupError(
+        f"{'several states' if found else 'no state'} of type {kind.__name__}; this state holds "
+        + (", ".join(sorted(kinds)) or "no named states")
+        + (". Take one of mt.find_all(...)." if found else "")
+    )
+
+
+def state_dict(state: Any) -> dict[str, Array]:
+    """The state as a flat dict from field path to array.
+
+    Example:
+        >>> import torch, meantime as mt
+        >>> tx = mt.chain(mt.trace(0.9), mt.periodic(mt.average_params(), every=4))
+        >>> sorted(mt.state_dict(tx.init({"w": torch.zeros(2)})))
+        ['0.count', '0.trace.w', '1.averager.rejected', '1.count', '1.due']
+    """
+    return dict(zip(_keys(state), tree.leaves(state), strict=True))
+
+
+def load_state_dict(template: Any, saved: dict[str, Array]) -> Any:
+    """The saved state in the structure of `template`, a state made by the same transform.
+
+    Raises:
+        ValueError: keys, shapes or dtypes do not fit; nothing is loaded then.
+
+    Example:
+        >>> import torch, meantime as mt
+        >>> tx = mt.sgd(0.1, momentum=0.9)
+        >>> params = torch.ones(2)
+        >>> _, state = tx.update(torch.ones(2), tx.init(params), params)
+        >>> restored = mt.load_state_dict(tx.init(params), mt.state_dict(state))
+        >>> restored[0].trace
+        tensor([1., 1.])
+    """
+    keys = _keys(template)
+    missing, unknown = sorted(set(keys) - set(saved)), sorted(set(saved) - set(keys))
+    if missing or unknown:
+        raise ValueError(
+            f"the saved state does not fit this transform: missing {missing or 'nothing'}, "
+            f"unexpected {unknown or 'nothing'}"
+        )
+    leaves, spec = optree.tree_flatten(template)
+    for key, leaf in zip(keys, leaves, strict=True):
+        have, want = saved[key], leaf
+        if tuple(have.shape) != tuple(want.shape) or str(have.dtype) != str(want.dtype):
+            raise ValueError(
+                f"the saved state does not fit at {key!r}: it has {have.dtype}"
+                f"{list(have.shape)}, this transform {want.dtype}{list(want.shape)}"
+            )
+    return spec.unflatten([saved[key] for key in keys])
+
+
+def _keys(state: Any) -> list[str]:
+    keys = []
+    for accessor in optree.tree_accessors(state):
+        parts = [getattr(entry, "field", None) or str(entry.entry) for entry in accessor]
+        keys.append(".".join(parts))
+    return keys

@@ -1,0 +1,331 @@
+"""The contract: three pure functions, and how they compose::
+
+    init:    (params) -> state
+    update:  (updates, state, params=None, **extra) -> (updates, state)
+    average: (params, state, *, replicas=None, now=False, **extra) -> (params, state)
+
+`update` turns this replica's gradients into updates. `average` is called exactly once after
+every local step on every replica: it counts the steps and talks to the other replicas when a
+synchronisation is due. Neither writes to what it is given.
+
+Why counting lives in `average`: `update` can be skipped on one replica alone (a gradient
+scaler that saw an overflow, gradient accumulation). If the schedule hung on it, replicas would
+disagree about when to communicate.
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable, Iterable
+from typing import Any, NamedTuple
+
+from meantime.arrays import Array
+from meantime.tree import Tree, leafwise
+
+CONTRACT = frozenset({"replicas", "now", "donate"})
+"""Keyword arguments that every function of a transform accepts; one that has no use for them
+need not name them."""
+
+
+class EmptyState(NamedTuple):
+    """The state of a transform that remembers nothing."""
+
+
+def _keep_updates(updates: Tree, state: Any, params: Tree = None) -> tuple[Tree, Any]:
+    return updates, state
+
+
+def _keep_params(params: Tree, state: Any) -> tuple[Tree, Any]:
+    return params, state
+
+
+class _Functions(NamedTuple):
+    init: Callable[..., Any]
+    update: Callable[..., tuple[Tree, Any]]
+    average: Callable[..., tuple[Tree, Any]]
+
+
+class Transform(_Functions):
+    r"""Three pure functions over pytrees of parameters.
+
+    Write each function with just the keyword arguments it uses; `replicas`, `now` and `donate`
+    are accepted (and dropped) for those that do not name them. Any other keyword argument that
+    is not named raises `TypeError`.
+
+    Args:
+        init: `(params) -> state`.
+        update: `(updates, state, params=None, **extra) -> (updates, state)`. By default the
+            updates pass unchanged.
+        average: `(params, state, *, replicas, now, **extra) -> (params, state)`. By default
+            nothing is averaged, so every gradient transform is a `Transform`.
+
+    Example:
+        >>> import torch, meantime as mt
+        >>> flip = mt.Transform(
+        ...     init=lambda params: mt.EmptyState(),
+        ...     update=lambda updates, state, params=None: (-updates, state),
+        ... )
+        >>> updates, state = flip.update(torch.ones(2), flip.init(torch.zeros(2)))
+        >>> updates
+        tensor([-1., -1.])
+    """
+
+    __slots__ = ()
+
+    def __new__(
+        cls,
+        init: Callable[..., Any],
+        update: Callable[..., tuple[Tree, Any]] = _keep_updates,
+        average: Callable[..., tuple[Tree, Any]] = _keep_params,
+    ) -> Transform:
+        return super().__new__(cls, init, _accepting(update), _accepting(average))
+
+
+def _keywords(function: Callable[..., Any]) -> frozenset[str] | None:
+    """The keyword arguments a function of a transform names; None if it takes any."""
+    known: frozenset[str] | None
+    try:
+        known = function.takes  # type: ignore[attr-defined]
+    except AttributeError:
+        parameters = inspect.signature(function).parameters.values()
+        if any(p.kind is p.VAR_KEYWORD for p in parameters):
+            return None
+        usual = {"params"}
+        known = frozenset(
+            p.name
+            for i, p in enumerate(parameters)
+            if p.kind is p.KEYWORD_ONLY
+            or (p.kind is p.POSITIONAL_OR_KEYWORD and i >= 2 and p.name not in usual)
+        )
+    return known
+
+
+def _accepting(function: Callable[..., Any]) -> Callable[..., Any]:
+    """The function, made to accept the whole contract and to refuse what it does not know."""
+    named = _keywords(function)
+    if named is None or hasattr(function, "takes"):
+        return function
+    takes = named | CONTRACT
+
+    def call(*arguments: Any, **extra: Any) -> Any:
+        kept = {}
+        for name, value in extra.items():
+            if name in named or name == "params":
+                kept[name] = value
+            elif name not in CONTRACT:
+                raise TypeError(_unexpected(name, takes))
+        return function(*arguments, **kept)
+
+    call.takes = takes  # type: ignore[attr-defined]
+    call.__doc__ = function.__doc__
+    return call
+
+
+def _unexpected(name: str, takes: frozenset[str]) -> str:
+    own = ", ".join(sorted(takes - CONTRACT)) or "none"
+    return (
+        f"unexpected keyword argument {name!r}: no member of this transform names it "
+        f"(accepted: replicas, now, donate; named by members: {own})"
+    )
+
+
+def forwards(
+    *functions: Callable[..., Any], hides: Iterable[str] = ()
+) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
+    """Decorate a function `(..., **extra)` that passes `extra` on to `functions`.
+
+    What it accepts is then what it names itself and what they accept, less what it `hides`
+    (arguments it provides to them). Hand the arguments over with `pick`.
+
+    Example:
+        >>> import torch, meantime as mt
+        >>> def twice(inner):
+        ...     @forwards(inner.update)
+        ...     def update(updates, state, params=None, **extra):
+        ...         updates, state = inner.update(updates, state, params, **extra)
+        ...         return inner.update(updates, state, params, **extra)
+        ...     return mt.Transform(inner.init, update, inner.average)
+        >>> twice(mt.scale(3.0)).update(torch.ones(1), mt.EmptyState())[0]
+        tensor([9.])
+    """
+
+    def decorate(function: Callable[..., Any]) -> Callable[..., Any]:
+        named = frozenset(
+            p.name
+            for p in inspect.signature(function).parameters.values()
+            if p.kind is p.KEYWORD_ONLY
+        )
+        parts = [_keywords(f) for f in functions]
+        if any(part is None for part in parts):
+            return function
+        takes = named.union(CONTRACT, *(p for p in parts if p is not None)) - frozenset(hides)
+
+        def call(*arguments: Any, **extra: Any) -> Any:
+            for name in extra:
+                if name not in takes and name != "params":
+                    raise TypeError(_unexpected(name, takes))
+            return function(*arguments, **extra)
+
+        call.takes = takes  # type: ignore[attr-defined]
+        call.__doc__ = function.__doc__
+        return call
+
+    return decorate
+
+
+def pick(function: Callable[..., Any], extra: dict[str, Any]) -> dict[str, Any]:
+    """Those of the extra arguments that a function of a transform takes."""
+    takes = _keywords(function)
+    if takes is None:
+        return extra
+    return {name: value for name, value in extra.items() if name in takes}
+
+
+def as_transform(member: Any) -> Transform:
+    """Anything with `.init` and `.update` (an optax transformation, say) as a `Transform`."""
+    if isinstance(member, Transform):
+        return member
+    if not (callable(getattr(member, "init", None)) and callable(getattr(member, "update", None))):
+        raise TypeError(
+            f"expected a transform (an object with .init and .update), got {member!r}"
+            + (": call it first?" if callable(member) else "")
+        )
+    return Transform(member.init, member.update, getattr(member, "average", _keep_params))
+
+
+def identity() -> Transform:
+    r"""Pass updates and parameters unchanged: :math:`u \leftarrow u`.
+
+    Takes the place of the inner optimizer where a `torch.optim` optimizer does the local steps.
+
+    Example:
+        >>> import meantime as mt
+        >>> tx = mt.local_sgd(mt.identity(), every=8)
+    """
+    return Transform(lambda params: EmptyState())
+
+
+def chain(*members: Any) -> Transform:
+    """Apply members one after the other, in `update` and in `average`.
+
+    Args:
+        members: transforms, or anything with `.init` and `.update`. Extra keyword arguments
+            go to the members that name them.
+
+    Returns:
+        A transform whose state is the tuple of the members' states.
+
+    Raises:
+        TypeError: a member is no transform; an extra argument that no member takes.
+
+    Example:
+        >>> import torch, meantime as mt
+        >>> tx = mt.chain(mt.clip_by_global_norm(1.0), mt.sgd(0.5))
+        >>> params = torch.zeros(2)
+        >>> updates, state = tx.update(torch.tensor([3.0, 4.0]), tx.init(params), params)
+        >>> updates
+        tensor([-0.3000, -0.4000])
+    """
+    return _chained(members, lambda states: tuple(states), lambda state: list(state))
+
+
+def named_chain(**members: Any) -> Transform:
+    """`chain` with names: the state is a dict of the members' states.
+
+    Example:
+        >>> import torch, meantime as mt
+        >>> tx = mt.named_chain(clip=mt.clip(1.0), inner=mt.sgd(0.1, momentum=0.9))
+        >>> sorted(tx.init(torch.zeros(2)))
+        ['clip', 'inner']
+    """
+    names = list(members)
+    return _chained(
+        tuple(members.values()),
+        lambda states: dict(zip(names, states, strict=True)),
+        lambda state: [state[name] for name in names],
+    )
+
+
+def _chained(
+    members: tuple[Any, ...], pack: Callable[[list[Any]], Any], unpack: Callable[[Any], list[Any]]
+) -> Transform:
+    parts = [as_transform(member) for member in members]
+
+    def states_of(state: Any) -> list[Any]:
+        states = unpack(state)
+        if len(states) != len(parts):
+            raise ValueError(
+                f"this chain has {len(parts)} members but its state has {len(states)}: "
+                "was the state made by another transform?"
+            )
+        return states
+
+    def init(params: Tree) -> Any:
+        return pack([part.init(params) for part in parts])
+
+    @forwards(*(part.update for part in parts))
+    def update(updates: Tree, state: Any, params: Tree = None, **extra: Any) -> tuple[Tree, Any]:
+        states = states_of(state)
+        for i, part in enumerate(parts):
+            updates, states[i] = part.update(updates, states[i], params, **pick(part.update, extra))
+        return updates, pack(states)
+
+    @forwards(*(part.average for part in parts))
+    def average(params: Tree, state: Any, **extra: Any) -> tuple[Tree, Any]:
+        states = states_of(state)
+        for i, part in enumerate(parts):
+            params, states[i] = part.average(params, states[i], **pick(part.average, extra))
+        return params, pack(states)
+
+    return Transform(init, update, average)
+
+
+@leafwise
+def _add(params: Array, updates: Array) -> Array:
+    return params + updates
+
+
+def apply_updates(params: Tree, updates: Tree) -> Tree:
+    r"""New parameters :math:`\theta + u`, in the dtype of the parameters.
+
+    Raises:
+        ValueError: the trees differ in structure.
+
+    Example:
+        >>> import torch, meantime as mt
+        >>> mt.apply_updates({"w": torch.ones(2)}, {"w": torch.tensor([0.5, -0.5])})
+        {'w': tensor([1.5000, 0.5000])}
+    """
+    return _add(params, updates)
+
+
+def step(tx: Any, grads: Tree, params: Tree, state: Any, **extra: Any) -> tuple[Tree, Any]:
+    """One local step: `update`, `apply_updates`, `average`.
+
+    Args:
+        tx: a transform.
+        grads: this replica's gradients, with the structure of the parameters.
+        params, state: the parameters and the state to step from.
+        extra: `replicas`, `now` and what the members of `tx` name; each argument goes to
+            `update`, to `average` or to both, wherever it is named.
+
+    Returns:
+        New parameters and new state.
+
+    Example:
+        >>> import torch, meantime as mt
+        >>> tx = mt.local_sgd(mt.sgd(0.1), every=2)
+        >>> params = torch.ones(2)
+        >>> state = tx.init(params)
+        >>> params, state = mt.step(tx, torch.ones(2), params, state, replicas=mt.Solo())
+        >>> params
+        tensor([0.9000, 0.9000])
+    """
+    tx = as_transform(tx)
+    for name in extra:
+        if not (pick(tx.update, {name: None}) or pick(tx.average, {name: None})):
+            takes = (_keywords(tx.update) or frozenset()) | (_keywords(tx.average) or frozenset())
+            raise TypeError(_unexpected(name, takes))
+    updates, state = tx.update(grads, state, params, **pick(tx.update, extra))
+    params = apply_updates(params, updates)
+    return tx.average(params, state, **pick(tx.average, extra))
