@@ -90,9 +90,14 @@ class Leaves:
     ) -> Leaves:
         if isinstance(other, Leaves):
             return Leaves(list(foreach(self.tensors, other.tensors)))
-        if isinstance(other, (int, float)):
+        if isinstance(other, (int, float)) or self._takes(foreach, other):
             return Leaves(list(foreach(self.tensors, other)))
         return self.each(loop, other)
+
+    def _takes(self, foreach: Callable[..., Any], other: Any) -> bool:
+        """Whether the kernel takes this 0-d tensor as the scalar for all leaves."""
+        has_kernel = foreach is not torch._foreach_sub
+        return has_kernel and plain(other) and other.device == self.tensors[0].device
 
     def each(self, function: Callable[..., Tensor], *others: Any) -> Leaves:
         """`function(leaf, *others)` leaf by leaf; `others` are `Leaves` or shared scalars."""

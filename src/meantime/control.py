@@ -44,22 +44,25 @@ def increment(count: Array) -> Array:
     return count + (count < LAST)
 
 
-def select(predicate: Array, yes: Any, no: Any) -> Any:
-    """The leaves of `yes` where the 0-d predicate holds, else those of `no`."""
-    return tree.map(lambda a, b: arrays.where(predicate, a, b), yes, no)
+def select(predicate: Array, yes: Callable[[], Any], no: Callable[[], Any]) -> Any:
+    """`yes()` if the 0-d predicate holds, else `no()`; where its value cannot be asked for, both
+    are computed and their leaves selected. For branches that do not communicate."""
+    if is_concrete(predicate):
+        return yes() if predicate else no()
+    return tree.map(lambda a, b: arrays.where(predicate, a, b), yes(), no())
 
 
 def cond(predicate: Array, yes: Callable[..., Any], no: Callable[..., Any], *operands: Any) -> Any:
     """`yes(*operands)` if the 0-d predicate holds, else `no(*operands)`.
 
-    Both branches return trees of the same structure, shapes and dtypes.
+    Both branches return new operands: the same structure, shapes and dtypes.
     """
     if is_concrete(predicate):
         return yes(*operands) if predicate else no(*operands)
     if not isinstance(predicate, torch.Tensor):
         return _jax_cond(predicate, yes, no, operands)
     if _batched(predicate):
-        return select(predicate, yes(*operands), no(*operands))
+        return select(predicate, lambda: yes(*operands), lambda: no(*operands))
     return _torch_cond(predicate, yes, no, operands)
 
 
@@ -76,6 +79,8 @@ def is_concrete(x: Array) -> bool:
 
 def _batched(x: torch.Tensor) -> bool:
     functorch = torch._C._functorch
+    if torch.compiler.is_compiling():  # Dynamo traces this question and no other one
+        return functorch.is_batchedtensor(x)
     while functorch.is_functorch_wrapped_tensor(x):
         if functorch.is_batchedtensor(x):
             return True
@@ -87,19 +92,15 @@ def _torch_cond(
     predicate: torch.Tensor, yes: Callable[..., Any], no: Callable[..., Any], operands: Any
 ) -> Any:
     flat, spec = optree.tree_flatten(operands)
-    shape: list[Any] = []
 
     def on_leaves(branch: Callable[..., Any]) -> Callable[..., list[torch.Tensor]]:
         def run(*values: torch.Tensor) -> list[torch.Tensor]:
-            results, structure = optree.tree_flatten(branch(*spec.unflatten(values)))
-            shape[:] = [structure]
             # Results of `torch.cond` must not alias its operands.
-            return [r.clone() for r in results]
+            return [result.clone() for result in tree.leaves(branch(*spec.unflatten(values)))]
 
         return run
 
-    results = torch.cond(predicate, on_leaves(yes), on_leaves(no), tuple(flat))
-    return shape[0].unflatten(results)
+    return spec.unflatten(torch.cond(predicate, on_leaves(yes), on_leaves(no), tuple(flat)))
 
 
 def _jax_cond(

@@ -34,6 +34,9 @@ def leaves(tree: Tree) -> list[Array]:
 
 def map(function: Callable[..., Any], tree: Tree, *others: Tree) -> Tree:
     """`function(leaf, *leaves_of_others)` on every leaf; all trees have the same structure."""
+    if torch.compiler.is_compiling():
+        # Dynamo cannot flatten a dict of constants (a mask). Here only `tree` is flattened.
+        return optree.tree_map(function, tree, *others)
     first, spec = optree.tree_flatten(tree)
     columns = [_matching(spec, tree, other, function) for other in others]
     return spec.unflatten([function(*row) for row in zip(first, *columns, strict=True)])
@@ -159,7 +162,9 @@ def copy(tree: Tree, *, wide: bool = False) -> Tree:
     def copied(x: Array) -> Array:
         dtype = arrays.wide_dtype(x) if wide else x.dtype
         if isinstance(x, torch.Tensor):
-            return x.detach().clone() if x.dtype == dtype else x.detach().to(dtype)
+            # What is trained in place is copied as it is now; other tensors keep their derivative.
+            x = x.detach() if isinstance(x, torch.nn.Parameter) else x
+            return x.clone() if x.dtype == dtype else x.to(dtype)
         return arrays.namespace(x).array(x, dtype=dtype, copy=True)
 
     return map(copied, tree)

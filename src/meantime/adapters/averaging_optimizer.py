@@ -69,7 +69,7 @@ class AveragingOptimizer(Optimizer):
         levels = replicas.values() if isinstance(replicas, Mapping) else [replicas]
         world = max(levels, key=lambda level: level.size)
         self._write(world.broadcast(self._parameters()))
-        self.averager_state = self.averager.init(self._parameters())
+        self.averager_state = self._fresh_state()
 
     @property
     def param_groups(self) -> list[dict[str, Any]]:
@@ -110,7 +110,7 @@ class AveragingOptimizer(Optimizer):
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """Add parameters to the inner optimizer and to the averaging."""
         self.optimizer.add_param_group(param_group)
-        fresh = self.averager.init(self._parameters())
+        fresh = self._fresh_state()
         kept = state_dict(self.averager_state)
         self.averager_state = load_state_dict(fresh, {**state_dict(fresh), **kept})
 
@@ -155,6 +155,10 @@ class AveragingOptimizer(Optimizer):
     def _parameters(self) -> list[Tensor]:
         """All that take part; the same on every replica, whoever has gradients."""
         return [p for group in self.param_groups for p in group["params"] if p.requires_grad]
+
+    @torch.no_grad()
+    def _fresh_state(self) -> Any:
+        return self.averager.init(self._parameters())
 
     @torch.no_grad()
     def _write(self, values: list[Tensor]) -> None:

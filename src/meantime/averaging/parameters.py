@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 
 from meantime import arrays
 from meantime.arrays import Array
-from meantime.control import cond, counter
+from meantime.control import counter, select
 from meantime.replicas.base import Levels, Replicas, resolve
 from meantime.transform import Transform
 from meantime.tree import Tree, all_finite, leaves, zeros_like
@@ -38,7 +38,7 @@ def _guarded_mean(
     weight = arrays.where(finite, 1.0 if weight is None else weight * 1.0, 0.0)
     # The mean weight goes along: without any positive weight it is not positive either.
     mean, present = world.mean((values, weight), weight=weight, donate=donate)
-    taken = cond(present > 0, lambda a, _: a, lambda _, b: b, mean, fallback(mean))
+    taken = select(present > 0, lambda: mean, lambda: fallback(mean))
     return taken, MeanState(state.rejected + ~finite)
 
 
