@@ -129,6 +129,12 @@ def wide_dtype(x: Array) -> Any:
     return x.dtype
 
 
+def precise(x: Array) -> Array:
+    """A 0-d torch value in float64, so that what is computed from it is as exact as from a Python
+    number; it does not promote the arrays it meets. JAX and NumPy values pass unchanged."""
+    return x.double() if isinstance(x, torch.Tensor) else x
+
+
 def zeros(dtype: Any, *, like: Array) -> Array:
     """A 0-d zero of `dtype` (named as a string) in the library of `like`."""
     if isinstance(like, torch.Tensor):

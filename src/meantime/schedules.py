@@ -21,7 +21,7 @@ Hyperparameter = float | Array | Schedule
 
 def value_at(hyperparameter: Hyperparameter, step: Array) -> Array:
     """The value of a hyperparameter at a step."""
-    return hyperparameter(step) if callable(hyperparameter) else hyperparameter
+    return hyperparameter(arrays.precise(step)) if callable(hyperparameter) else hyperparameter
 
 
 def check(name: str, value: Hyperparameter, low: float, high: float = math.inf) -> None:

@@ -130,7 +130,7 @@ def periodic(
         following = arrays.where(scheduled, end_of_round(count), state.due)
         return params, PeriodicState(count, following, averager)
 
-    return Transform(init, update, average)
+    return Transform(init, update if inner.updates else None, average)
 
 
 def alternate(usual: Any, special: Any, every: int) -> Transform:

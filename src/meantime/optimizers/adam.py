@@ -6,11 +6,13 @@ from collections.abc import Callable
 from typing import NamedTuple
 
 import torch
+from torch import Tensor
 
 from meantime import arrays
 from meantime.arrays import Array
 from meantime.control import counter, increment
 from meantime.optimizers.decay import add_decayed_weights
+from meantime.optimizers.fused import with_kernel
 from meantime.optimizers.scaling import scale_by_learning_rate
 from meantime.schedules import Hyperparameter, check, value_at
 from meantime.transform import Transform, chain
@@ -37,9 +39,7 @@ def _direction(mu: Array, nu: Array, c1: Array, root_c2: Array, eps: Array) -> A
 
 def _debias(decay: Array, count: Array) -> Array:
     """1 - decay ** count. In float32 the plain formula loses four digits at the first steps."""
-    if isinstance(count, torch.Tensor):
-        count = count.double()  # 0-d: does not promote what it divides
-    return -arrays.expm1(count * arrays.log(decay))
+    return -arrays.expm1(arrays.precise(count) * arrays.log(decay))
 
 
 def scale_by_adam(
@@ -98,7 +98,8 @@ def adam(
         >>> tx.update(torch.tensor([0.3]), tx.init(torch.zeros(1)))[0]
         tensor([-0.0010])
     """
-    return chain(scale_by_adam(b1, b2, eps), scale_by_learning_rate(learning_rate))
+    tx = chain(scale_by_adam(b1, b2, eps), scale_by_learning_rate(learning_rate))
+    return _fused(tx, torch._fused_adam_, learning_rate, b1, b2, eps, 0.0)
 
 
 def adamw(
@@ -128,8 +129,37 @@ def adamw(
         >>> tx.update(torch.zeros(1), tx.init(params), params)[0]
         tensor([-0.0500])
     """
-    return chain(
+    tx = chain(
         scale_by_adam(b1, b2, eps),
         add_decayed_weights(weight_decay, mask),
         scale_by_learning_rate(learning_rate),
     )
+    if mask is not None:
+        return tx
+    return _fused(tx, torch._fused_adamw_, learning_rate, b1, b2, eps, weight_decay)
+
+
+def _fused(
+    tx: Transform,
+    kernel: Callable[..., None],
+    learning_rate: Hyperparameter,
+    b1: Hyperparameter,
+    b2: Hyperparameter,
+    eps: Hyperparameter,
+    weight_decay: Hyperparameter,
+) -> Transform:
+    def run(columns: list[list[Tensor]], count: Array) -> None:
+        params, grads, mu, nu = columns
+        steps = [(count + 1).to(torch.float32)] * len(params)
+        kernel(
+            *(params, grads, mu, nu, [], steps),
+            lr=float(value_at(learning_rate, count)),
+            beta1=float(value_at(b1, count)),
+            beta2=float(value_at(b2, count)),
+            weight_decay=float(value_at(weight_decay, count)),
+            eps=float(value_at(eps, count)),
+            amsgrad=False,
+            maximize=False,
+        )
+
+    return with_kernel(tx, run)

@@ -4,10 +4,14 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
+import torch
+from torch import Tensor
+
 from meantime import arrays
 from meantime.arrays import Array
 from meantime.control import counter, increment
 from meantime.optimizers.decay import add_decayed_weights
+from meantime.optimizers.fused import with_kernel
 from meantime.optimizers.scaling import scale_by_learning_rate
 from meantime.schedules import Hyperparameter, check, value_at
 from meantime.transform import Transform, chain
@@ -73,7 +77,8 @@ def trace(
         momentum = value_at(decay, state.count)
         gain: Array = 1.0
         if not undampened:
-            gain = arrays.where(state.count == 0, 1.0, 1.0 - value_at(dampening, state.count))
+            damped = arrays.precise(state.count > 0)
+            gain = 1.0 - damped * value_at(dampening, state.count)
         buffer = _accumulate(updates, state.trace, momentum, gain)
         updates = _look_ahead(updates, buffer, momentum) if nesterov else buffer
         return updates, TraceState(increment(state.count), buffer)
@@ -122,4 +127,19 @@ def sgd(
         members.append(add_decayed_weights(weight_decay))
     if not plain:
         members.append(trace(momentum, nesterov, dampening))
-    return chain(*members, scale_by_learning_rate(learning_rate))
+    tx = chain(*members, scale_by_learning_rate(learning_rate))
+
+    def kernel(columns: list[list[Tensor]], count: Array) -> None:
+        params, grads, *buffers = columns
+        torch._fused_sgd_(
+            *(params, grads, buffers[0] if buffers else []),
+            weight_decay=float(value_at(weight_decay, count)),
+            momentum=float(value_at(momentum, count)),
+            lr=float(value_at(learning_rate, count)),
+            dampening=float(value_at(dampening, count)),
+            nesterov=nesterov,
+            maximize=False,
+            is_first_step=bool(count == 0),
+        )
+
+    return with_kernel(tx, kernel)

@@ -1,0 +1,13 @@
+"""`meantime bench`: how fast the library is, against its peers and the physical limit."""
+
+import typer
+
+from meantime.cli.bench.step import step
+
+app = typer.Typer(no_args_is_help=True, help="Measure the library on this machine.")
+app.command()(step)
+
+
+@app.callback()
+def _subcommands() -> None:
+    """Keep `step` a subcommand."""

@@ -1,0 +1,93 @@
+"""Time contenders side by side.
+
+Machines are shared and noisy, so contenders take turns within each round of one run, and what
+is quoted are medians and ratios.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import statistics
+import time
+from collections.abc import Callable, Mapping
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+from rich.console import Console
+from rich.table import Table
+
+
+@dataclass(frozen=True)
+class Timing:
+    """Seconds of one contender over all rounds, and its ratio to the reference."""
+
+    median: float
+    quartiles: tuple[float, float]
+    minimum: float
+    ratio: float  # of medians
+    ratio_of_minima: float
+
+
+def interleave(
+    contenders: Mapping[str, Callable[[], object]], reference: str, rounds: int, warmup: int = 3
+) -> dict[str, Timing]:
+    """Run every contender once a round; compare with the reference."""
+    seconds: dict[str, list[float]] = {name: [] for name in contenders}
+    for number in range(warmup + rounds):
+        for name, run in contenders.items():
+            start = time.perf_counter()
+            run()
+            if number >= warmup:
+                seconds[name].append(time.perf_counter() - start)
+    base = seconds[reference]
+    return {
+        name: Timing(
+            median=statistics.median(taken),
+            quartiles=(
+                statistics.quantiles(taken, n=4)[0],
+                statistics.quantiles(taken, n=4)[2],
+            ),
+            minimum=min(taken),
+            ratio=statistics.median(taken) / statistics.median(base),
+            ratio_of_minima=min(taken) / min(base),
+        )
+        for name, taken in seconds.items()
+    }
+
+
+def use_threads(count: int) -> None:
+    """Confine this process and the libraries it loads later to so many CPUs."""
+    import torch
+
+    torch.set_num_threads(count)
+    if hasattr(os, "sched_setaffinity"):
+        allowed = sorted(os.sched_getaffinity(0))
+        os.sched_setaffinity(0, allowed[:count])
+
+
+def report(title: str, timings: Mapping[str, Timing], moved_bytes: int) -> None:
+    """Print a table: medians, quartiles, memory traffic and ratios."""
+    table = Table(title=title)
+    for column in ("", "median ms", "quartiles", "GB/s", "ratio", "of minima"):
+        table.add_column(column, justify="left" if column == "" else "right")
+    for name, timing in timings.items():
+        low, high = timing.quartiles
+        table.add_row(
+            name,
+            f"{timing.median * 1e3:.3f}",
+            f"{low * 1e3:.3f} - {high * 1e3:.3f}",
+            f"{moved_bytes / timing.median / 1e9:.1f}",
+            f"{timing.ratio:.2f}",
+            f"{timing.ratio_of_minima:.2f}",
+        )
+    Console().print(table)
+
+
+def write_json(path: Path, results: Mapping[str, Mapping[str, Timing]]) -> None:
+    """Write all timings of a run."""
+    plain = {
+        title: {name: asdict(timing) for name, timing in timings.items()}
+        for title, timings in results.items()
+    }
+    path.write_text(json.dumps(plain, indent=2) + "\n")
