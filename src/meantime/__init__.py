@@ -4,6 +4,7 @@ Each replica trains on its own in the meantime; then they take the mean.
 """
 
 from meantime import schedules as schedules
+from meantime import tree as tree
 from meantime.averaging import AlternateState as AlternateState
 from meantime.averaging import MeanState as MeanState
 from meantime.averaging import OuterState as OuterState
@@ -22,6 +23,7 @@ from meantime.averaging import post_local_sgd as post_local_sgd
 from meantime.averaging import slow_momentum as slow_momentum
 from meantime.averaging import slowmo as slowmo
 from meantime.averaging import warmup_mean as warmup_mean
+from meantime.gradients import value_and_grad as value_and_grad
 from meantime.optimizers import AdamState as AdamState
 from meantime.optimizers import ScheduleState as ScheduleState
 from meantime.optimizers import TraceState as TraceState
