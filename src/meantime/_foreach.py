@@ -21,7 +21,7 @@ SMALL_LEAF = 16_384
 
 def suits(tensors: list[Tensor]) -> bool:
     """Whether these plain torch tensors are better treated all at once."""
-    if len(tensors) < 2 or torch.compiler.is_compiling():
+    if len(tensors) < 2:
         return False
     device = tensors[0].device
     if any(t.device != device for t in tensors):

@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import functools
 import inspect
+import math
 from collections.abc import Callable, Iterable
 from typing import Any
 
@@ -120,9 +121,14 @@ def leafwise(
 
 
 def _all_at_once(columns: list[list[Any]]) -> bool:
-    if not columns[0] or not isinstance(columns[0][0], torch.Tensor):
+    return _eager(columns) and suits(columns[0])
+
+
+def _eager(columns: list[list[Any]]) -> bool:
+    """Whether these are plain torch tensors on which operations run at once."""
+    if not columns[0] or not all(plain(x) for column in columns for x in column):
         return False
-    return all(plain(x) for c in columns for x in c) and suits(columns[0]) and not transforming()
+    return not (torch.compiler.is_compiling() or transforming())
 
 
 def _matching(spec: Any, tree: Tree, other: Tree, function: Callable[..., Any]) -> list[Any]:
@@ -208,9 +214,12 @@ def all_finite(tree: Tree) -> Array:
     """Whether every floating element of a tree that has leaves is finite; a 0-d bool."""
     found = leaves(tree)
     finite = arrays.zeros("int32", like=found[0]) == 0
-    for leaf in found:
-        if arrays.is_inexact(leaf):
-            finite = arrays.all_finite(leaf) & finite
+    inexact = [leaf for leaf in found if arrays.is_inexact(leaf)]
+    # A sum is finite only if all its terms are, and costs one read and no memory.
+    if _eager([inexact]) and all(math.isfinite(leaf.sum().abs()) for leaf in inexact):
+        return finite
+    for leaf in inexact:
+        finite = arrays.all_finite(leaf) & finite
     return finite
 
 

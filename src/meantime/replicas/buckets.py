@@ -1,8 +1,10 @@
-"""Means over processes in buckets: pack, reduce and unpack overlap.
+"""Means over processes in buckets: packing, reduction and unpacking overlap.
 
-Leaves are cut into messages of a fixed size, in their order, one sequence of messages for each
+Leaves are cut into messages of a bounded size, in their order, one sequence of messages for each
 (device, accumulation dtype). Two messages are under way at a time: while one is reduced, the
-next is packed and the one before is unpacked. Two buffers are all the extra memory there is.
+next is packed and the one before is unpacked. A message that is all of one leaf, or a part of
+it, is reduced in the memory of the result; others go through a bucket. Two buckets of each kind
+are kept for the next mean, and are all the extra memory there is.
 """
 
 from __future__ import annotations
@@ -18,141 +20,176 @@ from meantime import arrays
 
 
 class _Piece(NamedTuple):
+    """A stretch of one leaf."""
+
     source: Tensor  # flat
-    target: Tensor  # flat
+    target: Tensor  # flat; may be the source
 
 
-def reduce_in_buckets(
-    sources: list[Tensor],
-    targets: list[Tensor],
-    weight: Any,
-    group: dist.ProcessGroup,
-    bucket_bytes: int,
-) -> None:
-    """Write the mean of the sources over the group into the targets (which may be the sources).
+class _Flight(NamedTuple):
+    """A message that is being reduced."""
 
-    Floating and complex tensors are averaged, integers and bools take the maximum.
+    work: Any
+    values: Tensor
+    pieces: list[_Piece]
+
+
+class Buckets:
+    """Reduces lists of tensors over a process group, with memory that it keeps.
+
+    Args:
+        size: the bound on a message, in bytes.
     """
-    kinds: dict[tuple[torch.device, torch.dtype, bool], list[int]] = {}
-    for i, x in enumerate(sources):
-        inexact = arrays.is_inexact(x)
-        dtype = _accumulator(x) if inexact else (torch.uint8 if x.dtype == torch.bool else x.dtype)
-        kinds.setdefault((x.device, dtype, inexact), []).append(i)
-    for (_, dtype, inexact), members in kinds.items():
-        staged = [(_flat(sources[i]), *_writable(targets[i])) for i in members]
-        pieces = [_Piece(source, flat) for source, flat, _ in staged]
-        size = max(1, bucket_bytes // dtype.itemsize)
-        if inexact:
-            _mean(pieces, None if weight is None else float(weight), dtype, size, group)
-        else:
-            _maximum(pieces, dtype, size, group)
-        for (_, flat, copy_back), i in zip(staged, members, strict=True):
-            if copy_back:
-                targets[i].copy_(_as(flat, targets[i]))
 
+    def __init__(self, size: int):
+        self.size = size
+        self._spare: dict[tuple[torch.device, torch.dtype], list[Tensor]] = {}
 
-def _mean(
-    pieces: list[_Piece], weight: float | None, dtype: torch.dtype, size: int, group: Any
-) -> None:
-    total = None
-    if weight is None:
+    def mean(
+        self, sources: list[Tensor], targets: list[Tensor], weight: Any, group: dist.ProcessGroup
+    ) -> None:
+        """Write the mean of the sources over the group into the targets (maybe the sources).
+
+        Floating and complex tensors are averaged, integers and bools take the maximum.
+        """
+        kinds: dict[tuple[torch.dtype, torch.device], list[int]] = {}
+        for i, x in enumerate(sources):
+            kinds.setdefault((_message_dtype(x), x.device), []).append(i)
+        for (dtype, _), members in kinds.items():
+            pieces = [_piece(sources[i], targets[i]) for i in members]
+            if dtype.is_floating_point:
+                self._mean(pieces, None if weight is None else float(weight), dtype, group)
+            else:
+                self._maximum(pieces, dtype, group)
+            for i, piece in zip(members, pieces, strict=True):
+                _copy_back(piece.target, targets[i])
+
+    def _mean(
+        self, pieces: list[_Piece], weight: float | None, dtype: torch.dtype, group: Any
+    ) -> None:
         divisor = float(dist.get_world_size(group))
-    else:
-        # A one before all values: weighted and summed, it is the total weight.
-        total = torch.ones(1, dtype=dtype, device=pieces[0].source.device)
-        pieces = [_Piece(total, total), *pieces]
-    flight: list[tuple[Any, Tensor, list[_Piece]]] = []
-    spare: list[Tensor] = []
+        if weight is not None:
+            # A one before all values: weighted and summed, it is the total weight.
+            one = torch.ones(1, dtype=dtype, device=pieces[0].source.device)
+            pieces = [_Piece(one, one), *pieces]
+        flights: list[_Flight] = []
+        first = weight is not None
 
-    def land() -> None:
-        nonlocal divisor, total
-        work, buffer, message = flight.pop(0)
-        work.wait()
-        if total is not None:
-            divisor, total = float(buffer[0]), None
-        offset = 0
-        for piece in message:
-            end = offset + piece.source.numel()
-            if divisor != 0 or piece.source.data_ptr() != piece.target.data_ptr():
-                piece.target.copy_(buffer[offset:end].div_(divisor))
-            offset = end
-        spare.append(buffer)
+        def land() -> None:
+            nonlocal divisor, first
+            flight = flights.pop(0)
+            flight.work.wait()
+            if first:
+                divisor, first = float(flight.values[0]), False
+            self._unpack(flight, divisor)
 
-    for message in _messages(pieces, size):
-        buffer = spare.pop() if spare else _buffer(pieces, size, dtype)
-        work = dist.all_reduce(_pack(message, buffer, weight), group=group, async_op=True)
-        flight.append((work, buffer, message))
-        if len(flight) == 2:
+        for message in self._messages(pieces, dtype):
+            values = self._pack(message, weight, dtype)
+            work = dist.all_reduce(values, group=group, async_op=True)
+            flights.append(_Flight(work, values, message))
+            if len(flights) == 2:
+                land()
+        while flights:
             land()
-    while flight:
-        land()
+
+    def _pack(self, message: list[_Piece], weight: float | None, dtype: torch.dtype) -> Tensor:
+        target = message[0].target
+        # A replica of weight 0 must keep what it has until it knows that another one has not.
+        if len(message) == 1 and target.dtype == dtype and weight != 0:
+            values = target.copy_(message[0].source)
+        else:
+            values = self._take(message, dtype)
+            offset = 0
+            for source, _ in message:
+                end = offset + source.numel()
+                values[offset:end].copy_(source)
+                offset = end
+        if weight == 0:  # multiplying would let a NaN through
+            return values.zero_()
+        return values if weight is None or weight == 1 else values.mul_(weight)
+
+    def _unpack(self, flight: _Flight, divisor: float) -> None:
+        values, pieces = flight.values, flight.pieces
+        if values.data_ptr() == pieces[0].target.data_ptr():
+            values.div_(divisor)
+            return
+        offset = 0
+        for source, target in pieces:
+            end = offset + target.numel()
+            # Without any weight there is no mean, and what was donated stays.
+            if divisor != 0 or source.data_ptr() != target.data_ptr():
+                torch.div(values[offset:end], divisor, out=target)
+            offset = end
+        self._give_back(values)
+
+    def _maximum(self, pieces: list[_Piece], dtype: torch.dtype, group: Any) -> None:
+        for message in self._messages(pieces, dtype):
+            values = torch.cat([piece.source.to(dtype) for piece in message])
+            dist.all_reduce(values, op=dist.ReduceOp.MAX, group=group)
+            lengths = [piece.target.numel() for piece in message]
+            for piece, part in zip(message, values.split(lengths), strict=True):
+                piece.target.copy_(part)
+
+    def _messages(self, pieces: list[_Piece], dtype: torch.dtype) -> Iterator[list[_Piece]]:
+        """Cut the pieces into messages."""
+        capacity = max(1, self.size // dtype.itemsize)
+        message: list[_Piece] = []
+        room = capacity
+        for source, target in pieces:
+            start = 0
+            while start < source.numel():
+                end = min(start + room, source.numel())
+                message.append(_Piece(source[start:end], target[start:end]))
+                room -= end - start
+                start = end
+                if room == 0:
+                    yield message
+                    message, room = [], capacity
+        if message:
+            yield message
+
+    def _take(self, message: list[_Piece], dtype: torch.dtype) -> Tensor:
+        """A bucket that holds the message."""
+        length = sum(piece.source.numel() for piece in message)
+        device = message[0].source.device
+        spare = self._spare.setdefault((device, dtype), [])
+        for i, bucket in enumerate(spare):
+            if bucket.numel() >= length:
+                return spare.pop(i)[:length]
+        return torch.empty(length, dtype=dtype, device=device)
+
+    def _give_back(self, values: Tensor) -> None:
+        bucket = values if values._base is None else values._base
+        spare = self._spare[values.device, values.dtype]
+        spare.append(bucket)
+        spare.sort(key=torch.numel)
+        del spare[:-2]
 
 
-def _buffer(pieces: list[_Piece], size: int, dtype: torch.dtype) -> Tensor:
-    needed = sum(p.source.numel() for p in pieces)
-    return torch.empty(min(size, needed), dtype=dtype, device=pieces[0].source.device)
-
-
-def _pack(message: list[_Piece], buffer: Tensor, weight: float | None) -> Tensor:
-    offset = 0
-    for piece in message:
-        end = offset + piece.source.numel()
-        buffer[offset:end].copy_(piece.source)
-        offset = end
-    values = buffer[:offset]
-    if weight == 0:  # multiplying would let a NaN through
-        return values.zero_()
-    return values if weight is None or weight == 1 else values.mul_(weight)
-
-
-def _maximum(pieces: list[_Piece], dtype: torch.dtype, size: int, group: Any) -> None:
-    for message in _messages(pieces, size):
-        buffer = torch.cat([p.source.to(dtype) for p in message])
-        dist.all_reduce(buffer, op=dist.ReduceOp.MAX, group=group)
-        lengths = [p.source.numel() for p in message]
-        for piece, values in zip(message, buffer.split(lengths), strict=True):
-            piece.target.copy_(values)
-
-
-def _messages(pieces: list[_Piece], size: int) -> Iterator[list[_Piece]]:
-    """Cut the pieces into messages of at most `size` elements."""
-    message: list[_Piece] = []
-    room = size
-    for source, target in pieces:
-        start = 0
-        while start < source.numel():
-            end = min(start + room, source.numel())
-            whole = end - start == source.numel()
-            message.append(
-                _Piece(source, target) if whole else _Piece(source[start:end], target[start:end])
-            )
-            room -= end - start
-            start = end
-            if room == 0:
-                yield message
-                message, room = [], size
-    if message:
-        yield message
-
-
-def _accumulator(x: Tensor) -> torch.dtype:
-    return x.dtype.to_real() if x.is_complex() else arrays.wide_dtype(x)
-
-
-def _flat(x: Tensor) -> Tensor:
-    x = torch.view_as_real(x) if x.is_complex() else x
-    return x.reshape(-1)
-
-
-def _writable(x: Tensor) -> tuple[Tensor, bool]:
-    """A flat tensor to write results to, and whether they must be copied back from it."""
-    real = torch.view_as_real(x) if x.is_complex() else x
-    if real.is_contiguous():
-        return real.view(-1), False
-    return torch.empty(real.numel(), dtype=real.dtype, device=real.device), True
-
-
-def _as(flat: Tensor, x: Tensor) -> Tensor:
+def _message_dtype(x: Tensor) -> torch.dtype:
+    """What the values travel and are accumulated as."""
     if x.is_complex():
-        return torch.view_as_complex(flat.view(*x.shape, 2))
-    return flat.view(x.shape)
+        return x.dtype.to_real()
+    if x.is_floating_point():
+        dtype: torch.dtype = arrays.wide_dtype(x)
+        return dtype
+    return torch.uint8 if x.dtype == torch.bool else x.dtype
+
+
+def _real(x: Tensor) -> Tensor:
+    return torch.view_as_real(x) if x.is_complex() else x
+
+
+def _piece(source: Tensor, target: Tensor) -> _Piece:
+    """The whole of a leaf, flat; a target that has no flat view is written to afterwards."""
+    flat = _real(source).contiguous().view(-1)
+    real = _real(target)
+    if real.is_contiguous():
+        return _Piece(flat, real.view(-1))
+    donated = source.data_ptr() == target.data_ptr()
+    return _Piece(flat, flat if donated else torch.empty_like(flat))
+
+
+def _copy_back(flat: Tensor, x: Tensor) -> None:
+    if flat.data_ptr() != x.data_ptr():
+        _real(x).copy_(flat.view(_real(x).shape))

@@ -13,7 +13,7 @@ from torch import Tensor
 from meantime import tree
 from meantime.arrays import Array
 from meantime.replicas.base import check_groups
-from meantime.replicas.buckets import reduce_in_buckets
+from meantime.replicas.buckets import Buckets
 from meantime.tree import Tree
 
 
@@ -45,7 +45,7 @@ class Distributed:
 
     def __init__(self, group: Any = None, *, bucket_bytes: int = 25 * 2**20):
         self._group = group
-        self._bucket_bytes = bucket_bytes
+        self._buckets = Buckets(bucket_bytes)
         self._agreed = False
 
     def __repr__(self) -> str:
@@ -81,20 +81,15 @@ class Distributed:
         ranks = dist.get_process_group_ranks(self.group)
         start = self.rank // size * size
         group = dist.new_group(ranks[start : start + size], use_local_synchronization=True)
-        return Distributed(group, bucket_bytes=self._bucket_bytes)
+        return Distributed(group, bucket_bytes=self._buckets.size)
 
     @torch.no_grad()
     def mean(self, tree: Tree, *, weight: Array | None = None, donate: bool = False) -> Tree:
         leaves, spec = optree.tree_flatten(tree)
         self._agree(leaves, tree)
         results = [x if donate else torch.empty_like(x) for x in leaves]
-        reduce_in_buckets(
-            [_local(x) for x in leaves],
-            [_local(x) for x in results],
-            weight,
-            self.group,
-            self._bucket_bytes,
-        )
+        local, written = ([_local(x) for x in tensors] for tensors in (leaves, results))
+        self._buckets.mean(local, written, weight, self.group)
         return spec.unflatten(results)
 
     @torch.no_grad()
