@@ -65,7 +65,12 @@ class Leaves:
     def __rtruediv__(self, other: Any) -> Leaves:
         return self.each(lambda tensor: other / tensor)
 
-    __radd__, __rmul__ = __add__, __mul__
+    # A 0-d tensor on the left stays there: half precision rounds it first there, not on the right.
+    def __radd__(self, other: Any) -> Leaves:
+        return self + other if isinstance(other, (int, float)) else self.each(lambda x: other + x)
+
+    def __rmul__(self, other: Any) -> Leaves:
+        return self * other if isinstance(other, (int, float)) else self.each(lambda x: other * x)
 
     def __pow__(self, exponent: Any) -> Leaves:
         return self.each(lambda tensor: tensor**exponent)

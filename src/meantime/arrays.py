@@ -21,7 +21,7 @@ Array = Any  # torch.Tensor, jax.Array, numpy.ndarray
 
 _numbers = SimpleNamespace(
     sqrt=math.sqrt,
-    exp=math.exp,
+    exp=lambda x: math.exp(x) if x < 709 else math.inf,
     expm1=math.expm1,
     cos=math.cos,
     log=lambda x: math.log(x) if x > 0 else -math.inf,

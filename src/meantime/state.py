@@ -103,4 +103,7 @@ def _keys(state: Any) -> list[str]:
     for accessor in optree.tree_accessors(state):
         parts = [getattr(entry, "field", None) or str(entry.entry) for entry in accessor]
         keys.append(".".join(parts))
+    if len(set(keys)) < len(keys):
+        twice = next(key for i, key in enumerate(keys) if key in keys[:i])
+        raise ValueError(f"two leaves of the state have the same path {twice!r}: rename one")
     return keys

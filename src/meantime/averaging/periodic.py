@@ -6,7 +6,7 @@ from typing import Any, NamedTuple
 
 from meantime import arrays
 from meantime.arrays import Array
-from meantime.control import LAST, cond, counter, increment
+from meantime.control import LAST, cond, counter, increment, is_concrete, select
 from meantime.schedules import Schedule
 from meantime.transform import Transform, as_transform, forwards, pick
 from meantime.tree import Tree
@@ -86,20 +86,18 @@ def periodic(
 
     def end_of_round(start: Array) -> Array:
         """The step that ends the round which starts after step `start`."""
-        period: Array = every
-        if callable(every):
-            period = arrays.maximum(arrays.astype(_array(every(start), start), start.dtype), 1)
+        period = _whole(every(start), start) if callable(every) else every
         end = start + arrays.minimum(period, LAST - start)
-        return end if last is None else _clamp(end, start)
+        return end if last is None else until_last(end, start)
 
-    def _clamp(end: Array, start: Array) -> Array:
+    def until_last(end: Array, start: Array) -> Array:
         return arrays.where(start < last, arrays.minimum(end, last), LAST)
 
     def init(params: Tree) -> PeriodicState:
         zero = counter(params)
         due = end_of_round(zero + after) if first is None else zero + first
         if last is not None:
-            due = _clamp(due, zero)
+            due = until_last(due, zero)
         return PeriodicState(zero, due, inner.init(params))
 
     @forwards(inner.update)
@@ -117,7 +115,7 @@ def periodic(
     ) -> tuple[Tree, PeriodicState]:
         count = increment(state.count)
         scheduled = count >= state.due
-        due = scheduled | now
+        due = scheduled | _flag(now)
         arguments = pick(inner.average, {**extra, "now": now, "step": count})
 
         def synchronise(params: Tree, averager: Any) -> tuple[Tree, Any]:
@@ -127,7 +125,7 @@ def periodic(
             return params, averager
 
         params, averager = cond(due, synchronise, wait, params, state.averager)
-        following = arrays.where(scheduled, end_of_round(count), state.due)
+        following = select(scheduled, lambda: end_of_round(count), lambda: state.due)
         return params, PeriodicState(count, following, averager)
 
     return Transform(init, update if inner.updates else None, average)
@@ -181,15 +179,24 @@ def alternate(usual: Any, special: Any, every: int) -> Transform:
             return params, usual, special
 
         params, usual, special = cond(
-            (count % every == 0) | now, run_special, run_usual, params, state.usual, state.special
+            (count % every == 0) | _flag(now), run_special, run_usual, params, state.usual, state.special
         )
         return params, AlternateState(count, usual, special)
 
     return Transform(init, average=average)
 
 
-def _array(value: Any, like: Array) -> Array:
-    return value if arrays.is_array(value) else like * 0 + int(value)
+def _whole(period: Array, like: Array) -> Array:
+    """What a schedule returned as a period: rounded down, at least 1, within int32."""
+    far = 2**30  # float32 values near the largest int32 do not fit in it
+    bounded = arrays.maximum(arrays.minimum(period, far), 1)
+    whole = arrays.astype(bounded, like.dtype) if arrays.is_array(bounded) else int(bounded)
+    return arrays.where(whole < far, whole, LAST)
+
+
+def _flag(now: bool | Array) -> bool | Array:
+    """A NumPy bool does not combine with torch's counters."""
+    return bool(now) if is_concrete(now) else now
 
 
 def _check_integer(name: str, value: Any, low: int) -> None:

@@ -74,9 +74,9 @@ def _run(
     console: Console, settings: Settings, problem: tasks.Task, simulated: bool
 ) -> list[Result]:
     parameters = sum(leaf.numel() for leaf in problem.start(settings.seed).values())
-    who = "simulated replicas learn" if simulated else "processes learn"
+    who = "simulated replicas" if simulated else "processes"
     console.print(
-        f"{settings.replicas} {who} {problem.title}: {parameters:,} parameters, "
+        f"{settings.replicas} {who} learn to {problem.title}: {parameters:,} parameters, "
         f"{problem.batch} examples a step each.",
         highlight=False,
     )

@@ -56,7 +56,7 @@ def launch(function: Callable[..., Any], replicas: int, *arguments: Any) -> list
         tempfile.TemporaryDirectory(prefix="meantime-") as name,
         _environment(),
         _signals(),
-        _silent_log(),
+        _silent(Path(name, "stderr")),
     ):
         folder = Path(name)
         config = LaunchConfig(
@@ -110,14 +110,17 @@ def _cause(error: ChildFailedError, folder: Path) -> str:
     written as a replica fails, so the oldest one is the cause; a killed replica leaves none.
     """
     rank, failure = error.get_first_failure()
-    if failure.exitcode >= 0:
-        files = list(folder.rglob("error.json"))
-        if files:
-            first = min(files, key=lambda file: file.stat().st_mtime_ns)
-            told = json.loads(first.read_text())["message"]
-            trace = told["extraInfo"]["py_callstack"].rstrip()
-            return f"replica {first.parent.name} failed: {told['message']}\n\n{trace}"
-    return f"replica {rank} failed: {failure.message}"
+    files = list(folder.rglob("error.json")) if failure.exitcode >= 0 else []
+    if files:
+        first = min(files, key=lambda file: file.stat().st_mtime_ns)
+        told = json.loads(first.read_text())["message"]
+        trace = told["extraInfo"]["py_callstack"].rstrip()
+        return f"replica {first.parent.name} failed: {told['message']}\n\n{trace}"
+    if failure.exitcode < 0:
+        name = signal.Signals(-failure.exitcode).name
+        return f"replica {rank} was ended by {name} (out of memory?)"
+    printed = (folder / "stderr").read_text(errors="replace").rstrip()
+    return f"replica {rank} failed with exit code {failure.exitcode}\n\n{printed}"
 
 
 @contextmanager
@@ -146,11 +149,22 @@ def _signals() -> Iterator[None]:
 
 
 @contextmanager
-def _silent_log() -> Iterator[None]:
-    """The launcher logs pages about what is reported here in a sentence."""
-    before = logging.root.manager.disable
+def _silent(file: Path) -> Iterator[None]:
+    """Write to a file what this process and the replicas print to stderr, and log nothing.
+
+    The launcher logs pages about what is reported here in a sentence, and a replica that is
+    interrupted while it imports torch prints a traceback.
+    """
+    level = logging.root.manager.disable
+    sys.stderr.flush()
+    terminal = os.dup(2)
+    with file.open("wb") as aside:
+        os.dup2(aside.fileno(), 2)
     logging.disable(logging.CRITICAL)
     try:
         yield
     finally:
-        logging.disable(before)
+        logging.disable(level)
+        sys.stderr.flush()
+        os.dup2(terminal, 2)
+        os.close(terminal)

@@ -32,7 +32,7 @@ class Task:
     """A training problem.
 
     Attributes:
-        title: what is trained on what.
+        title: what is learned, after "learn to".
         rows: the number of training examples.
         batch: examples in a batch of one replica.
         init: initial weights from a generator.
@@ -129,7 +129,7 @@ def text() -> Task:
         return cross_entropy(forward(params, before), characters[rows + context])
 
     return Task(
-        title="the next character of the Python manual",
+        title="predict the next character of the Python manual",
         rows=len(train) - context,
         batch=16,
         init=init,
@@ -165,7 +165,7 @@ def mnist() -> Task:
         return {"loss": cross_entropy(scores, answers), "accuracy": accuracy}
 
     return Task(
-        title="5,000 handwritten digits of MNIST",
+        title="read handwritten digits (5,000 images of MNIST)",
         rows=len(images),
         batch=32,
         init=lambda generator: layers(generator, 784, 128, 128, 10),

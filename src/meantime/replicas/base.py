@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from typing import Any, Protocol, runtime_checkable
+from typing import Any, Protocol
 
 from meantime import arrays, tree
 from meantime.arrays import Array
 from meantime.tree import Tree
 
 
-@runtime_checkable
 class Replicas(Protocol):
     """The replicas that train together, seen from one of them.
 

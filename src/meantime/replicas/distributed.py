@@ -76,12 +76,20 @@ class Distributed:
         return dist.get_rank(self.group)
 
     def groups(self, size: int) -> Distributed:
-        """This process's group of `size` consecutive ranks; collective over all of them."""
+        """This process's group of `size` consecutive ranks.
+
+        Collective over all processes of the job, as `torch.distributed.new_group` is.
+        """
         check_groups(self.size, size)
         ranks = dist.get_process_group_ranks(self.group)
-        start = self.rank // size * size
-        group = dist.new_group(ranks[start : start + size], use_local_synchronization=True)
-        return Distributed(group, bucket_bytes=self._buckets.size)
+        if len(ranks) != dist.get_world_size():
+            raise ValueError(
+                "groups are made of all processes of the job at once: call groups() on a "
+                "Distributed() of the default group, or pass a process group"
+            )
+        starts = range(0, len(ranks), size)
+        groups = [dist.new_group(ranks[start : start + size]) for start in starts]
+        return Distributed(groups[self.rank // size], bucket_bytes=self._buckets.size)
 
     @torch.no_grad()
     def mean(self, tree: Tree, *, weight: Array | None = None, donate: bool = False) -> Tree:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+
 from meantime import arrays, tree
 from meantime.arrays import Array
 from meantime.replicas.base import check_groups
@@ -48,6 +50,6 @@ def _scaled_by_nothing(values: Tree, weight: Array) -> Tree:
     """The values themselves, or NaN where the only replica has weight 0."""
 
     def one(x: Array) -> Array:
-        return arrays.where(weight > 0, x, float("nan")) if arrays.is_inexact(x) else x
+        return arrays.where(weight > 0, x, x * math.nan) if arrays.is_inexact(x) else x
 
     return tree.map(one, values)

@@ -59,31 +59,30 @@ class Vmapped:
 
     def mean(self, tree: Tree, *, weight: Array | None = None, donate: bool = False) -> Tree:
         return mean_by_sums(
-            tree, weight, self.size, self._all_sum, lambda x: self._gathered(x).amax(0)
+            tree,
+            weight,
+            self.size,
+            lambda x: self._exchange("sum", x),
+            lambda x: self._gathered(x).amax(0),
         )
 
     def gather(self, values: Tree) -> Tree:
         return tree.map(self._gathered, values)
 
     def shift(self, values: Tree, by: int) -> Tree:
-        def one(x: Tensor) -> Tensor:
-            return _shift(x, self._level(x), self.world, self.size, by)
-
-        return tree.map(one, values)
+        return tree.map(lambda x: self._exchange("shift", x, by), values)
 
     def broadcast(self, values: Tree, root: int = 0) -> Tree:
         return tree.map(lambda x: self._gathered(x)[root], values)
 
-    def _all_sum(self, x: Tensor) -> Tensor:
-        return _all_sum(x, self._level(x), self.world, self.size)
-
     def _gathered(self, x: Tensor) -> Tensor:
-        return _gather(x, self._level(x), self.world, self.size)
+        return self._exchange("gather", x)
 
-    def _level(self, x: Tensor) -> Tensor:
-        """A tensor batched at the replicas' level: it makes the vmap rule of that level run,
-        also for an `x` that all replicas share."""
-        return x if torch.compiler.is_compiling() else self._axis()
+    def _exchange(self, kind: str, x: Tensor, by: int = 0) -> Tensor:
+        if torch.compiler.is_compiling():
+            return _exchange(x, x, kind, self.world, self.size, by)
+        exchanged: Tensor = _Exchange.apply(x, self._axis(), kind, self.world, self.size, by)
+        return exchanged
 
     def _axis(self) -> Tensor:
         functorch = torch._C._functorch
@@ -98,82 +97,71 @@ class Vmapped:
         return axis
 
 
-# The operators. Called outside of the replicas' vmap (all replicas share `x`) they act on equal
-# replicas; the vmap rules below do the work. `level` is not read.
+# What the collectives do, with values stacked as (group, member, ...). Of the results, those
+# that all replicas share need no replica axis.
 
 
-@torch.library.custom_op("meantime::all_sum", mutates_args=())
-def _all_sum(x: Tensor, level: Tensor, world: int, size: int) -> Tensor:
-    return x * size
+def _together(kind: str, stacked: Tensor, by: int) -> tuple[Tensor, int | None]:
+    groups, size = stacked.shape[:2]
+    if kind == "shift":
+        return stacked.roll(by, 1).flatten(0, 1), 0
+    result = stacked.sum(1) if kind == "sum" else stacked
+    # A custom operator must not return a view of what it was given.
+    return (result[0].clone(), None) if groups == 1 else (result.repeat_interleave(size, 0), 0)
 
 
-@torch.library.custom_op("meantime::gather", mutates_args=())
-def _gather(x: Tensor, level: Tensor, world: int, size: int) -> Tensor:
-    return x.expand(size, *x.shape).clone()
+def _alike(kind: str, x: Tensor, size: int) -> Tensor:
+    """The result where all replicas share `x`."""
+    if kind == "shift":
+        return x.clone()
+    return x * size if kind == "sum" else x.expand(size, *x.shape).clone()
 
 
-@torch.library.custom_op("meantime::shift", mutates_args=())
-def _shift(x: Tensor, level: Tensor, world: int, size: int, by: int) -> Tensor:
-    return x.clone()
-
-
-@_all_sum.register_fake
-def _(x: Tensor, level: Tensor, world: int, size: int) -> Tensor:
-    return torch.empty_like(x)
-
-
-@_gather.register_fake
-def _(x: Tensor, level: Tensor, world: int, size: int) -> Tensor:
-    return x.new_empty(size, *x.shape)
-
-
-@_shift.register_fake
-def _(x: Tensor, level: Tensor, world: int, size: int, by: int) -> Tensor:
-    return torch.empty_like(x)
-
-
-def _stacked(x: Tensor, dim: int | None, length: int, world: int, size: int) -> Tensor:
-    """All replicas' values with axes (group, member, ...)."""
-    if length != world:
-        raise ValueError(f"Vmapped({world}) is used inside a vmap over an axis of length {length}")
+def _vmap_rule(  # type: ignore[no-untyped-def]
+    info, in_dims, x, level, kind, world, size, by
+) -> tuple[Tensor, int | None]:
+    if info.batch_size != world:
+        raise ValueError(
+            f"Vmapped({world}) is used inside a vmap over an axis of length {info.batch_size}"
+        )
+    dim = in_dims[0]
     x = x.expand(world, *x.shape) if dim is None else x.movedim(dim, 0)
-    return x.unflatten(0, (world // size, size))
+    return _together(kind, x.unflatten(0, (world // size, size)), by)
 
 
-@_all_sum.register_vmap
-def _(info, in_dims, x, level, world, size):  # type: ignore[no-untyped-def]
-    total = _stacked(x, in_dims[0], info.batch_size, world, size).sum(1)
-    if size == world:
-        return total[0], None
-    return total.repeat_interleave(size, 0), 0
+class _Exchange(torch.autograd.Function):
+    """A collective; `level` is only there to be batched at the level of the replicas."""
+
+    generate_vmap_rule = False
+    vmap = staticmethod(_vmap_rule)
+
+    @staticmethod
+    def forward(x: Tensor, level: Tensor, kind: str, world: int, size: int, by: int) -> Tensor:
+        return _alike(kind, x, size)
+
+    @staticmethod
+    def setup_context(ctx, inputs, output) -> None:  # type: ignore[no-untyped-def]
+        _, level, *ctx.geometry = inputs
+        ctx.save_for_backward(level)
+
+    @staticmethod
+    def backward(ctx, grad):  # type: ignore[no-untyped-def]
+        (level,) = ctx.saved_tensors
+        kind, world, size, by = ctx.geometry
+        if kind == "gather":
+            raise NotImplementedError("Vmapped.gather cannot be differentiated inside of vmap")
+        return _Exchange.apply(grad, level, kind, world, size, -by), None, None, None, None, None
 
 
-@_gather.register_vmap
-def _(info, in_dims, x, level, world, size):  # type: ignore[no-untyped-def]
-    groups = _stacked(x, in_dims[0], info.batch_size, world, size)
-    if size == world:
-        return groups[0].clone(), None
-    return groups.repeat_interleave(size, 0), 0
+# `torch.compile` does not see the vmap rule of an autograd function, but that of an operator.
+@torch.library.custom_op("meantime::exchange", mutates_args=())
+def _exchange(x: Tensor, level: Tensor, kind: str, world: int, size: int, by: int) -> Tensor:
+    return _alike(kind, x, size)
 
 
-@_shift.register_vmap
-def _(info, in_dims, x, level, world, size, by):  # type: ignore[no-untyped-def]
-    groups = _stacked(x, in_dims[0], info.batch_size, world, size)
-    return groups.roll(by, 1).flatten(0, 1), 0
+@_exchange.register_fake
+def _(x: Tensor, level: Tensor, kind: str, world: int, size: int, by: int) -> Tensor:
+    return x.new_empty(size, *x.shape) if kind == "gather" else torch.empty_like(x)
 
 
-def _keep_geometry(ctx, inputs, output):  # type: ignore[no-untyped-def]
-    ctx.level, ctx.geometry = inputs[1], inputs[2:]
-
-
-def _all_sum_backward(ctx, grad):  # type: ignore[no-untyped-def]
-    return _all_sum(grad, ctx.level, *ctx.geometry), None, None, None
-
-
-def _shift_backward(ctx, grad):  # type: ignore[no-untyped-def]
-    *geometry, by = ctx.geometry
-    return _shift(grad, ctx.level, *geometry, -by), None, None, None, None
-
-
-_all_sum.register_autograd(_all_sum_backward, setup_context=_keep_geometry)
-_shift.register_autograd(_shift_backward, setup_context=_keep_geometry)
+_exchange.register_vmap(_vmap_rule)
