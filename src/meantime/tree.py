@@ -215,12 +215,16 @@ def all_finite(tree: Tree) -> Array:
     found = leaves(tree)
     finite = arrays.zeros("int32", like=found[0]) == 0
     inexact = [leaf for leaf in found if arrays.is_inexact(leaf)]
-    # A sum is finite only if all its terms are, and costs one read and no memory.
-    if _eager([inexact]) and all(math.isfinite(leaf.sum().abs()) for leaf in inexact):
+    if _eager([inexact]) and inexact[0].is_cpu and _finite_sum(inexact):
         return finite
     for leaf in inexact:
         finite = arrays.all_finite(leaf) & finite
     return finite
+
+
+def _finite_sum(tensors: list[torch.Tensor]) -> bool:
+    """Whether the sum is finite: it is only if all its terms are. One read and no memory."""
+    return math.isfinite(abs(sum(x.sum().item() for x in tensors)))
 
 
 def nbytes(tree: Tree) -> int:

@@ -9,6 +9,8 @@ are kept for the next mean, and are all the extra memory there is.
 
 from __future__ import annotations
 
+import itertools
+import operator
 from collections.abc import Iterator
 from typing import Any, NamedTuple
 
@@ -99,35 +101,30 @@ class Buckets:
             values = target.copy_(message[0].source)
         else:
             values = self._take(message, dtype)
-            offset = 0
-            for source, _ in message:
-                end = offset + source.numel()
-                values[offset:end].copy_(source)
-                offset = end
+            torch._foreach_copy_(_split(values, message), [piece.source for piece in message])
         if weight == 0:  # multiplying would let a NaN through
             return values.zero_()
         return values if weight is None or weight == 1 else values.mul_(weight)
 
     def _unpack(self, flight: _Flight, divisor: float) -> None:
-        values, pieces = flight.values, flight.pieces
+        values, pieces = flight.values.div_(divisor), flight.pieces
         if values.data_ptr() == pieces[0].target.data_ptr():
-            values.div_(divisor)
             return
-        offset = 0
-        for source, target in pieces:
-            end = offset + target.numel()
+        parts = _split(values, pieces)
+        if divisor == 0:
             # Without any weight there is no mean, and what was donated stays.
-            if divisor != 0 or source.data_ptr() != target.data_ptr():
-                torch.div(values[offset:end], divisor, out=target)
-            offset = end
+            kept = [source.data_ptr() == target.data_ptr() for source, target in pieces]
+            pieces = list(itertools.compress(pieces, map(operator.not_, kept)))
+            parts = list(itertools.compress(parts, map(operator.not_, kept)))
+        if pieces:
+            torch._foreach_copy_([piece.target for piece in pieces], parts)
         self._give_back(values)
 
     def _maximum(self, pieces: list[_Piece], dtype: torch.dtype, group: Any) -> None:
         for message in self._messages(pieces, dtype):
             values = torch.cat([piece.source.to(dtype) for piece in message])
             dist.all_reduce(values, op=dist.ReduceOp.MAX, group=group)
-            lengths = [piece.target.numel() for piece in message]
-            for piece, part in zip(message, values.split(lengths), strict=True):
+            for piece, part in zip(message, _split(values, message), strict=True):
                 piece.target.copy_(part)
 
     def _messages(self, pieces: list[_Piece], dtype: torch.dtype) -> Iterator[list[_Piece]]:
@@ -139,7 +136,12 @@ class Buckets:
             start = 0
             while start < source.numel():
                 end = min(start + room, source.numel())
-                message.append(_Piece(source[start:end], target[start:end]))
+                whole = end - start == source.numel()
+                message.append(
+                    _Piece(source, target)
+                    if whole
+                    else _Piece(source[start:end], target[start:end])
+                )
                 room -= end - start
                 start = end
                 if room == 0:
@@ -166,6 +168,10 @@ class Buckets:
         del spare[:-2]
 
 
+def _split(values: Tensor, pieces: list[_Piece]) -> list[Tensor]:
+    return list(values.split([piece.target.numel() for piece in pieces]))
+
+
 def _message_dtype(x: Tensor) -> torch.dtype:
     """What the values travel and are accumulated as."""
     if x.is_complex():
@@ -183,11 +189,10 @@ def _real(x: Tensor) -> Tensor:
 def _piece(source: Tensor, target: Tensor) -> _Piece:
     """The whole of a leaf, flat; a target that has no flat view is written to afterwards."""
     flat = _real(source).contiguous().view(-1)
+    if source is target:  # donated; of a leaf that is not contiguous the copy stands for both
+        return _Piece(flat, flat)
     real = _real(target)
-    if real.is_contiguous():
-        return _Piece(flat, real.view(-1))
-    donated = source.data_ptr() == target.data_ptr()
-    return _Piece(flat, flat if donated else torch.empty_like(flat))
+    return _Piece(flat, real.view(-1) if real.is_contiguous() else torch.empty_like(flat))
 
 
 def _copy_back(flat: Tensor, x: Tensor) -> None:

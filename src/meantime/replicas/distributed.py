@@ -96,7 +96,8 @@ class Distributed:
         leaves, spec = optree.tree_flatten(tree)
         self._agree(leaves, tree)
         results = [x if donate else torch.empty_like(x) for x in leaves]
-        local, written = ([_local(x) for x in tensors] for tensors in (leaves, results))
+        local = [_local(x) for x in leaves]
+        written = local if donate else [_local(x) for x in results]
         self._buckets.mean(local, written, weight, self.group)
         return spec.unflatten(results)
 
@@ -165,8 +166,8 @@ def _difference(trees: list[list[str]]) -> str:
 
 
 def _local(x: Tensor) -> Tensor:
-    local = x.to_local() if hasattr(x, "to_local") else x
-    return local.detach()
+    """The shard of a DTensor that this process holds; any other tensor itself."""
+    return x.to_local() if hasattr(x, "to_local") else x
 
 
 def _pack(leaves: list[Tensor]) -> Tensor:

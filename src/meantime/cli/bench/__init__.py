@@ -2,12 +2,9 @@
 
 import typer
 
+from meantime.cli.bench.average import average
 from meantime.cli.bench.step import step
 
 app = typer.Typer(no_args_is_help=True, help="Measure the library on this machine.")
 app.command()(step)
-
-
-@app.callback()
-def _subcommands() -> None:
-    """Keep `step` a subcommand."""
+app.command()(average)

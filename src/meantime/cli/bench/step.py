@@ -8,10 +8,10 @@ from typing import Annotated
 
 import torch
 import typer
-from torch import Tensor
 
 import meantime as mt
 from meantime.cli.bench.timing import interleave, report, use_threads, write_json
+from meantime.cli.bench.trees import SHAPES, parse, tree
 
 LEARNING_RATE = 1e-3
 REFERENCE = "torch foreach"
@@ -20,10 +20,9 @@ BYTES_PER_ELEMENT = 7 * 4
 
 
 def step(
-    shapes: Annotated[list[str], typer.Option("--leaves", help="Trees to step, as COUNTxSIZE.")] = [
-        "300x1000",
-        "160x160000",
-    ],  # noqa: B006
+    shapes: Annotated[
+        list[str], typer.Option("--leaves", help="Trees to step, as COUNTxSIZE.")
+    ] = list(SHAPES),
     rounds: Annotated[int, typer.Option(min=1, help="Counted rounds.")] = 15,
     threads: Annotated[int, typer.Option(min=1, help="CPUs to use.")] = 1,
     peers: Annotated[bool, typer.Option(help="Add optax under jit (extra `jax`).")] = False,
@@ -33,7 +32,7 @@ def step(
     use_threads(threads)
     results = {}
     for shape in shapes:
-        count, size = _parse(shape)
+        count, size = parse(shape)
         contenders = _torch_contenders(count, size)
         if peers:
             contenders.update(_jax_contenders(count, size))
@@ -44,23 +43,11 @@ def step(
         write_json(out, results)
 
 
-def _parse(shape: str) -> tuple[int, int]:
-    count, _, size = shape.partition("x")
-    if not (count.isdigit() and size.isdigit() and int(count) and int(size)):
-        raise typer.BadParameter(f"{shape!r} is not COUNTxSIZE, for example 300x1000")
-    return int(count), int(size)
-
-
-def _tree(count: int, size: int, seed: int) -> dict[str, Tensor]:
-    generator = torch.Generator().manual_seed(seed)
-    return {f"leaf{i:03d}": torch.randn(size, generator=generator) for i in range(count)}
-
-
 def _torch_contenders(count: int, size: int) -> dict[str, Callable[[], object]]:
-    grads = _tree(count, size, seed=1)
+    grads = tree(count, size, seed=1)
 
     def ours(step: Callable[..., tuple[object, object]]) -> Callable[[], object]:
-        params: object = _tree(count, size, seed=0)
+        params: object = tree(count, size, seed=0)
         state = mt.adamw(LEARNING_RATE).init(params)
 
         def run() -> None:
@@ -76,7 +63,7 @@ def _torch_contenders(count: int, size: int) -> dict[str, Callable[[], object]]:
         return mt.apply_updates(params, updates), state
 
     def torch_adamw(kernel: str) -> Callable[[], object]:
-        parameters = [torch.nn.Parameter(x) for x in _tree(count, size, seed=0).values()]
+        parameters = [torch.nn.Parameter(x) for x in tree(count, size, seed=0).values()]
         for parameter, grad in zip(parameters, grads.values(), strict=True):
             parameter.grad = grad.clone()
         optimizer = torch.optim.AdamW(
@@ -103,10 +90,10 @@ def _jax_contenders(count: int, size: int) -> dict[str, Callable[[], object]]:
     except ImportError:
         raise typer.BadParameter("--peers needs jax and optax: install meantime[jax]") from None
 
-    grads = {name: jnp.asarray(x.numpy()) for name, x in _tree(count, size, seed=1).items()}
+    grads = {name: jnp.asarray(x.numpy()) for name, x in tree(count, size, seed=1).items()}
 
     def stepper(tx: object, apply_updates: Callable[..., object]) -> Callable[[], object]:
-        params = {name: jnp.asarray(x.numpy()) for name, x in _tree(count, size, seed=0).items()}
+        params = {name: jnp.asarray(x.numpy()) for name, x in tree(count, size, seed=0).items()}
         state = tx.init(params)  # type: ignore[attr-defined]
 
         @jax.jit

@@ -30,12 +30,17 @@ class Timing:
 
 
 def interleave(
-    contenders: Mapping[str, Callable[[], object]], reference: str, rounds: int, warmup: int = 3
+    contenders: Mapping[str, Callable[[], object]],
+    reference: str,
+    rounds: int,
+    warmup: int = 3,
+    before: Callable[[], object] = lambda: None,
 ) -> dict[str, Timing]:
-    """Run every contender once a round; compare with the reference."""
+    """Run every contender once a round, after `before`; compare with the reference."""
     seconds: dict[str, list[float]] = {name: [] for name in contenders}
     for number in range(warmup + rounds):
         for name, run in contenders.items():
+            before()
             start = time.perf_counter()
             run()
             if number >= warmup:

@@ -1,0 +1,87 @@
+"""`meantime bench average`: the mean over real processes of trees of leaves."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Annotated
+
+import torch
+import torch.distributed as dist
+import typer
+
+import meantime as mt
+from meantime.cli.bench.timing import Timing, interleave, report, write_json
+from meantime.cli.bench.trees import SHAPES, parse, tree
+from meantime.cli.launching import launch
+
+REFERENCE = "one all_reduce and div_"
+
+
+def average(
+    shapes: Annotated[
+        list[str], typer.Option("--leaves", help="Trees to average, as COUNTxSIZE.")
+    ] = list(SHAPES),
+    ranks: Annotated[list[int], typer.Option(help="Numbers of processes.")] = [2, 4],  # noqa: B006
+    rounds: Annotated[int, typer.Option(min=2, help="Counted rounds.")] = 15,
+    peers: Annotated[bool, typer.Option(help="Add torch's averager and accelerate's way.")] = False,
+    out: Annotated[Path | None, typer.Option("--json", help="Write the timings here.")] = None,
+) -> None:
+    """Average parameters over processes on this machine (gloo), against one bare all_reduce."""
+    results: dict[str, dict[str, Timing]] = {}
+    for size in ranks:
+        for shape in shapes:
+            count, length = parse(shape)
+            title = f"mean over {size} processes, {count} leaves of {length:,} (float32)"
+            results[title] = launch(_measure, size, count, length, rounds, peers)[0]
+            report(title, results[title], count * length * 4)
+    if out is not None:
+        write_json(out, results)
+
+
+def _measure(count: int, length: int, rounds: int, peers: bool) -> dict[str, Timing]:
+    world = mt.Distributed()
+    params = tree(count, length, seed=dist.get_rank())
+    donated = tree(count, length, seed=dist.get_rank())
+    averager = mt.average_params()
+    state = averager.init(params)
+    whole = torch.cat(list(params.values()))
+
+    def reference() -> None:
+        dist.all_reduce(whole)
+        whole.div_(world.size)
+
+    contenders: dict[str, Callable[[], object]] = {
+        REFERENCE: reference,
+        "meantime, pure": lambda: averager.average(params, state, replicas=world),
+        "meantime, donated": lambda: averager.average(donated, state, replicas=world, donate=True),
+    }
+    if peers:
+        contenders.update(_peers(count, length))
+    return interleave(contenders, REFERENCE, rounds, before=dist.barrier)
+
+
+def _peers(count: int, length: int) -> dict[str, Callable[[], object]]:
+    from torch.distributed.algorithms.model_averaging.utils import average_parameters
+
+    group = dist.group.WORLD
+    assert group is not None
+
+    def parameters() -> list[torch.nn.Parameter]:
+        leaves = tree(count, length, seed=dist.get_rank()).values()
+        return [torch.nn.Parameter(x) for x in leaves]
+
+    ours, theirs = parameters(), parameters()
+
+    def one_by_one() -> None:
+        """What accelerate's LocalSGD does."""
+        for parameter in theirs:
+            mean = parameter.data.clone()
+            dist.all_reduce(mean)
+            mean /= dist.get_world_size()
+            parameter.data = mean
+
+    return {
+        "torch average_parameters": lambda: average_parameters(iter(ours), group),
+        "a collective a parameter": one_by_one,
+    }
