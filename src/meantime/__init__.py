@@ -14,14 +14,17 @@ from meantime.averaging import WarmupState as WarmupState
 from meantime.averaging import alternate as alternate
 from meantime.averaging import average_params as average_params
 from meantime.averaging import diloco as diloco
+from meantime.averaging import fragments as fragments
 from meantime.averaging import hierarchical_sgd as hierarchical_sgd
 from meantime.averaging import local_sgd as local_sgd
 from meantime.averaging import mean as mean
 from meantime.averaging import outer as outer
+from meantime.averaging import partition as partition
 from meantime.averaging import periodic as periodic
 from meantime.averaging import post_local_sgd as post_local_sgd
 from meantime.averaging import slow_momentum as slow_momentum
 from meantime.averaging import slowmo as slowmo
+from meantime.averaging import streaming_diloco as streaming_diloco
 from meantime.averaging import warmup_mean as warmup_mean
 from meantime.gradients import value_and_grad as value_and_grad
 from meantime.optimizers import AdamState as AdamState

@@ -1,5 +1,7 @@
 """Averagers: what acts in `average`, when, and the recipes made of them."""
 
+from meantime.averaging.fragments import fragments as fragments
+from meantime.averaging.fragments import partition as partition
 from meantime.averaging.outer import OuterState as OuterState
 from meantime.averaging.outer import outer as outer
 from meantime.averaging.parameters import MeanState as MeanState
@@ -14,6 +16,7 @@ from meantime.averaging.recipes import hierarchical_sgd as hierarchical_sgd
 from meantime.averaging.recipes import local_sgd as local_sgd
 from meantime.averaging.recipes import post_local_sgd as post_local_sgd
 from meantime.averaging.recipes import slowmo as slowmo
+from meantime.averaging.recipes import streaming_diloco as streaming_diloco
 from meantime.averaging.slow_momentum import SlowMomentumState as SlowMomentumState
 from meantime.averaging.slow_momentum import slow_momentum as slow_momentum
 from meantime.averaging.warmup import WarmupState as WarmupState

@@ -95,9 +95,10 @@ def periodic(
 
     def init(params: Tree) -> PeriodicState:
         zero = counter(params)
-        due = end_of_round(zero + after) if first is None else zero + first
-        if last is not None:
-            due = until_last(due, zero)
+        if first is None:
+            due = end_of_round(zero + after)
+        else:
+            due = zero + (first if last is None else min(first, last))
         return PeriodicState(zero, due, inner.init(params))
 
     @forwards(inner.update)
@@ -179,7 +180,12 @@ def alternate(usual: Any, special: Any, every: int) -> Transform:
             return params, usual, special
 
         params, usual, special = cond(
-            (count % every == 0) | _flag(now), run_special, run_usual, params, state.usual, state.special
+            (count % every == 0) | _flag(now),
+            run_special,
+            run_usual,
+            params,
+            state.usual,
+            state.special,
         )
         return params, AlternateState(count, usual, special)
 

@@ -10,6 +10,8 @@ from collections.abc import Mapping
 from itertools import pairwise
 from typing import Any
 
+from meantime.averaging.fragments import fragments as cut
+from meantime.averaging.fragments import partition
 from meantime.averaging.outer import outer
 from meantime.averaging.parameters import average_params, mean
 from meantime.averaging.periodic import alternate, periodic
@@ -177,5 +179,53 @@ def diloco(
         >>> import meantime as mt
         >>> tx = diloco(mt.adamw(4e-4, b2=0.95, weight_decay=0.1), every=500)
     """
-    optimizer = sgd(learning_rate, momentum, nesterov=momentum != 0)
-    return chain(inner, periodic(outer(chain(mean(over), optimizer)), every, last=last))
+    averager = _nesterov_outer(learning_rate, momentum, over)
+    return chain(inner, periodic(averager, every, last=last))
+
+
+def streaming_diloco(
+    inner: Any,
+    every: int = 100,
+    fragments: int = 4,
+    *,
+    learning_rate: Hyperparameter = 0.7,
+    momentum: float = 0.9,
+    over: str | None = None,
+    last: int | None = None,
+) -> Transform:
+    r"""DiLoCo on one fragment of the parameters at a time.
+
+    The parameters are cut into :math:`P` fragments of similar size. Fragment :math:`p` is
+    synchronised after the steps :math:`(p + 1) H / P + i H`, as in `diloco` with an anchor and a
+    momentum of its own: the same traffic in :math:`P` times more, smaller messages.
+
+    Args:
+        inner: the optimizer of the local steps; its state stays local.
+        every: the period :math:`H` of each fragment, a multiple of `fragments`.
+        fragments: their number :math:`P`.
+        learning_rate, momentum, over, last: see `diloco`.
+
+    A fragment is adopted at the step at which it is sent (the paper's :math:`\tau = 0`).
+
+    Raises:
+        ValueError: the period is not a multiple of the number of fragments.
+
+    Douillard et al. 2025 (https://arxiv.org/abs/2501.18512), section 3.
+
+    Example:
+        >>> import meantime as mt
+        >>> tx = streaming_diloco(mt.adamw(4e-4), every=100, fragments=4)
+    """
+    labels = cut(fragments)
+    if every % fragments:
+        raise ValueError(f"every={every!r} must be a multiple of fragments={fragments!r}")
+    averager = _nesterov_outer(learning_rate, momentum, over)
+    members = {
+        p: periodic(averager, every, first=(p + 1) * every // fragments, last=last)
+        for p in range(fragments)
+    }
+    return chain(inner, partition(members, labels))
+
+
+def _nesterov_outer(learning_rate: Hyperparameter, momentum: float, over: str | None) -> Transform:
+    return outer(chain(mean(over), sgd(learning_rate, momentum, nesterov=momentum != 0)))

@@ -81,7 +81,8 @@ class Vmapped:
     def _exchange(self, kind: str, x: Tensor, by: int = 0) -> Tensor:
         if torch.compiler.is_compiling():
             return _exchange(x, x, kind, self.world, self.size, by)
-        exchanged: Tensor = _Exchange.apply(x, self._axis(), kind, self.world, self.size, by)
+        arguments = (x, self._axis(), kind, self.world, self.size, by)
+        exchanged: Tensor = _Exchange.apply(*arguments)  # type: ignore[no-untyped-call]
         return exchanged
 
     def _axis(self) -> Tensor:
@@ -150,7 +151,9 @@ class _Exchange(torch.autograd.Function):
         kind, world, size, by = ctx.geometry
         if kind == "gather":
             raise NotImplementedError("Vmapped.gather cannot be differentiated inside of vmap")
-        return _Exchange.apply(grad, level, kind, world, size, -by), None, None, None, None, None
+        arguments = (grad, level, kind, world, size, -by)
+        exchanged = _Exchange.apply(*arguments)  # type: ignore[no-untyped-call]
+        return exchanged, None, None, None, None, None
 
 
 # `torch.compile` does not see the vmap rule of an autograd function, but that of an operator.

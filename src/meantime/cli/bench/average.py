@@ -16,13 +16,14 @@ from meantime.cli.bench.trees import SHAPES, parse, tree
 from meantime.cli.launching import launch
 
 REFERENCE = "one all_reduce and div_"
+RANKS = [2, 4]
 
 
 def average(
     shapes: Annotated[
         list[str], typer.Option("--leaves", help="Trees to average, as COUNTxSIZE.")
-    ] = list(SHAPES),
-    ranks: Annotated[list[int], typer.Option(help="Numbers of processes.")] = [2, 4],  # noqa: B006
+    ] = SHAPES,
+    ranks: Annotated[list[int], typer.Option(help="Numbers of processes.")] = RANKS,
     rounds: Annotated[int, typer.Option(min=2, help="Counted rounds.")] = 15,
     peers: Annotated[bool, typer.Option(help="Add torch's averager and accelerate's way.")] = False,
     out: Annotated[Path | None, typer.Option("--json", help="Write the timings here.")] = None,

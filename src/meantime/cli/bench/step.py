@@ -22,7 +22,7 @@ BYTES_PER_ELEMENT = 7 * 4
 def step(
     shapes: Annotated[
         list[str], typer.Option("--leaves", help="Trees to step, as COUNTxSIZE.")
-    ] = list(SHAPES),
+    ] = SHAPES,
     rounds: Annotated[int, typer.Option(min=1, help="Counted rounds.")] = 15,
     threads: Annotated[int, typer.Option(min=1, help="CPUs to use.")] = 1,
     peers: Annotated[bool, typer.Option(help="Add optax under jit (extra `jax`).")] = False,

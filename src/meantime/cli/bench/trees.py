@@ -6,8 +6,7 @@ import torch
 import typer
 from torch import Tensor
 
-
-SHAPES = ("300x1000", "160x160000")
+SHAPES = ["300x1000", "160x160000"]
 """Many small leaves, and large ones: 25.6 M elements."""
 
 

@@ -1,0 +1,138 @@
+"""Which leaves: transforms that act on a part of the tree."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Hashable, Mapping
+from typing import Any
+
+import optree
+
+from meantime import tree
+from meantime.transform import Transform, as_transform, forwards, pick
+from meantime.tree import Tree
+
+Labels = Tree | Callable[[Tree], Tree]
+
+
+def partition(members: Mapping[Any, Any], labels: Labels) -> Transform:
+    """Let each of several transforms act on the leaves that carry its label.
+
+    Args:
+        members: the transforms by label.
+        labels: a tree of labels with the structure of the parameters, or a function of the
+            parameters that returns one (of their structure and shapes alone).
+
+    Returns:
+        A transform whose state is a dict of the members' states. Each member sees the tree with
+        `None` in the place of the leaves that are not its own.
+
+    Raises:
+        ValueError: a leaf has a label that no member has.
+
+    Example:
+        >>> import torch, meantime as mt
+        >>> tx = mt.partition(
+        ...     {"fast": mt.sgd(1.0), "slow": mt.sgd(0.1)}, {"w": "slow", "b": "fast"}
+        ... )
+        >>> params = {"w": torch.zeros(1), "b": torch.zeros(1)}
+        >>> grads = {"w": torch.ones(1), "b": torch.ones(1)}
+        >>> tx.update(grads, tx.init(params), params)[0]
+        {'w': tensor([-0.1000]), 'b': tensor([-1.])}
+    """
+    parts = {label: as_transform(member) for label, member in members.items()}
+
+    def places(params: Tree) -> dict[Hashable, list[int]]:
+        """The positions of the leaves of each label."""
+        given = labels(params) if callable(labels) else labels
+        named = tree.leaves(tree.map(lambda _, label: label, params, given))
+        found: dict[Hashable, list[int]] = {label: [] for label in parts}
+        for i, label in enumerate(named):
+            if label not in found:
+                path = tree.paths(params)[i] or "the root"
+                raise ValueError(f"{path} is labelled {label!r}; the members are {list(parts)}")
+            found[label].append(i)
+        return found
+
+    def each(
+        values: Tree, where: dict[Hashable, list[int]], act: Callable[[Hashable, Any], Any]
+    ) -> tuple[Tree, dict[Hashable, Any]]:
+        """What `act(label, subtree)` makes of every part, put together again."""
+        leaves, spec = optree.tree_flatten(values)
+        states = {}
+        for label, positions in where.items():
+            part, states[label] = act(label, _only(leaves, spec, positions))
+            for position, leaf in zip(positions, tree.leaves(part), strict=True):
+                leaves[position] = leaf
+        return spec.unflatten(leaves), states
+
+    def init(params: Tree) -> dict[Hashable, Any]:
+        leaves, spec = optree.tree_flatten(params)
+        where = places(params)
+        return {name: part.init(_only(leaves, spec, where[name])) for name, part in parts.items()}
+
+    @forwards(*(part.update for part in parts.values()))
+    def update(updates: Tree, state: Any, params: Tree = None, **extra: Any) -> tuple[Tree, Any]:
+        where = places(updates if params is None else params)
+        own, spec = (None, None) if params is None else optree.tree_flatten(params)
+
+        def act(label: Hashable, part: Tree) -> tuple[Tree, Any]:
+            beside = None if own is None else _only(own, spec, where[label])
+            function = parts[label].update
+            return function(part, state[label], beside, **pick(function, extra))
+
+        return each(updates, where, act)
+
+    @forwards(*(part.average for part in parts.values()))
+    def average(params: Tree, state: Any, **extra: Any) -> tuple[Tree, Any]:
+        def act(label: Hashable, part: Tree) -> tuple[Tree, Any]:
+            function = parts[label].average
+            return function(part, state[label], **pick(function, extra))
+
+        return each(params, places(params), act)
+
+    return Transform(
+        init,
+        update if any(part.updates for part in parts.values()) else None,
+        average if any(part.averages for part in parts.values()) else None,
+    )
+
+
+def _only(leaves: list[Any], spec: Any, positions: list[int]) -> Tree:
+    chosen = set(positions)
+    return spec.unflatten([leaf if i in chosen else None for i, leaf in enumerate(leaves)])
+
+
+def fragments(count: int) -> Callable[[Tree], Tree]:
+    """Labels 0, ..., count - 1 that cut the parameters into consecutive parts of similar size.
+
+    A function of the parameters for `partition`. A leaf that occurs twice (tied weights) gets
+    the label of its first occurrence.
+
+    Raises:
+        ValueError: `count` is below 1, or there are fewer leaves than fragments.
+
+    Example:
+        >>> import torch, meantime as mt
+        >>> mt.fragments(2)([torch.zeros(3), torch.zeros(1), torch.zeros(4)])
+        [0, 0, 1]
+    """
+    if not (isinstance(count, int) and count >= 1):
+        raise ValueError(f"the number of fragments must be a positive integer, got {count!r}")
+
+    def labels(params: Tree) -> Tree:
+        leaves, spec = optree.tree_flatten(params)
+        sizes = {id(leaf): tree.nbytes(leaf) for leaf in leaves}
+        if len(sizes) < count:
+            raise ValueError(f"{len(sizes)} leaves cannot be cut into {count} fragments")
+        total = sum(sizes.values()) or 1
+        label: dict[int, int] = {}
+        before = 0
+        for left, (key, size) in zip(range(len(sizes), 0, -1), sizes.items(), strict=True):
+            # By where its middle lies, but so that no fragment stays empty.
+            middle = (2 * before + size) * count // (2 * total)
+            last = max(label.values(), default=-1)
+            label[key] = min(max(middle, last, count - left), last + 1, count - 1)
+            before += size
+        return spec.unflatten([label[id(leaf)] for leaf in leaves])
+
+    return labels

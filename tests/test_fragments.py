@@ -1,0 +1,114 @@
+"""Transforms that act on parts of the tree."""
+
+import jax
+import jax.numpy as jnp
+import pytest
+import torch
+
+import meantime as mt
+
+
+def train(tx, target, steps, world):
+    """A quadratic with leaves of three sizes; all parameters after every step."""
+    params = {"a": torch.zeros(4), "b": [torch.zeros(2, 3), None], "c": torch.zeros(())}
+    state, history = tx.init(params), []
+    for _ in range(steps):
+        grads = mt.tree.map(lambda p: p - target, params)
+        params, state = mt.step(tx, grads, params, state, replicas=world)
+        history.append(torch.cat([x.reshape(-1) for x in mt.tree.leaves(params)]))
+    return torch.stack(history)
+
+
+def test_one_fragment_is_diloco():
+    targets, world = torch.randn(3, generator=torch.Generator().manual_seed(0)), mt.Vmapped(3)
+
+    def run(tx):
+        return torch.func.vmap(lambda target: train(tx, target, 13, world))(targets)
+
+    whole = run(mt.diloco(mt.sgd(0.1), every=4))
+    assert torch.equal(run(mt.streaming_diloco(mt.sgd(0.1), every=4, fragments=1)), whole)
+    assert not torch.equal(run(mt.streaming_diloco(mt.sgd(0.1), every=4, fragments=2)), whole)
+
+
+@pytest.mark.parametrize("count", [1, 2, 3])
+def test_every_leaf_is_synchronised_once_a_round(count):
+    tx = mt.streaming_diloco(mt.sgd(0.1), every=6, fragments=count)
+    params = {"a": torch.zeros(4), "b": torch.zeros(3), "c": torch.zeros(2)}
+    state = tx.init(params)
+    sent: dict[int, int] = {}
+    for step in range(1, 13):
+        world = mt.Recorded(mt.Solo())
+        params, state = mt.step(tx, params, params, state, replicas=world)
+        sent |= {step: world.bytes - 4 * len(world.calls)} if world.calls else {}
+    assert list(sent) == list(range(6 // count, 13, 6 // count))
+    # All leaves, twice, none of them in between.
+    assert sum(sent.values()) == 2 * mt.tree.nbytes(params)
+    assert max(sent.values()) < mt.tree.nbytes(params) or count == 1
+
+
+def test_fragments_are_of_similar_size_and_none_is_empty():
+    def cut(*sizes, count):
+        return mt.fragments(count)([torch.zeros(n) for n in sizes])
+
+    assert cut(5, 5, 5, 5, count=2) == [0, 0, 1, 1]
+    assert cut(100, 1, 1, 1, count=4) == [0, 1, 2, 3]
+    assert cut(1, 1, 1, 100, count=2) == [0, 0, 0, 1]
+    tied = torch.zeros(5)
+    assert mt.fragments(2)({"in": tied, "mid": torch.zeros(5), "out": tied}) == {
+        "in": 0,
+        "mid": 1,
+        "out": 0,
+    }
+
+
+def test_partition_updates_each_part_with_its_own_rule():
+    params = {"w": torch.ones(2), "b": torch.ones(1), "e": torch.ones(3)}
+    labels = {"w": "decayed", "b": "plain", "e": "decayed"}
+    rules = {"decayed": mt.adamw(0.1, weight_decay=0.5), "plain": mt.sgd(0.1, momentum=0.9)}
+    tx = mt.partition(rules, labels)
+    whole, state = params, tx.init(params)
+    parts = {
+        label: {name: x for name, x in params.items() if labels[name] == label} for label in rules
+    }
+    states = {label: rules[label].init(part) for label, part in parts.items()}
+    for _ in range(3):
+        whole, state = mt.step(tx, whole, whole, state)
+        for label, part in parts.items():
+            updates, states[label] = rules[label].update(part, states[label], part)
+            parts[label] = mt.apply_updates(part, updates)
+    for name, label in labels.items():
+        assert torch.equal(whole[name], parts[label][name])
+
+
+def test_in_jax():
+    tx = mt.streaming_diloco(mt.sgd(0.1), every=4, fragments=2)
+    world = mt.NamedAxis("replica")
+
+    def local(target):
+        params = {"a": jnp.zeros(4), "b": jnp.zeros(2)}
+        state = tx.init(params)
+        for _ in range(8):
+            grads = jax.tree.map(lambda p: p - target, params)
+            params, state = mt.step(tx, grads, params, state, replicas=world)
+        return params
+
+    jitted = jax.jit(jax.vmap(local, axis_name="replica"))(jnp.arange(3.0))
+    assert (jitted["b"] == jitted["b"][0]).all()
+    assert not (jitted["a"] == jitted["a"][0]).all()  # its fragment was due at step 6
+
+
+@pytest.mark.parametrize(
+    ("call", "words"),
+    [
+        (lambda: mt.fragments(0), "positive"),
+        (lambda: mt.fragments(3)([torch.zeros(1), torch.zeros(1)]), "2 leaves"),
+        (lambda: mt.streaming_diloco(mt.sgd(0.1), every=10, fragments=4), "multiple"),
+        (
+            lambda: mt.partition({"a": mt.sgd(0.1)}, {"w": "b"}).init({"w": torch.zeros(1)}),
+            r"\['w'\] is labelled 'b'",
+        ),
+    ],
+)
+def test_errors(call, words):
+    with pytest.raises(ValueError, match=words):
+        call()
