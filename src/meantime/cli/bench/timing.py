@@ -71,21 +71,25 @@ def use_threads(count: int) -> None:
         os.sched_setaffinity(0, allowed[:count])
 
 
-def report(title: str, timings: Mapping[str, Timing], moved_bytes: int) -> None:
-    """Print a table: medians, quartiles, memory traffic and ratios."""
+def report(title: str, timings: Mapping[str, Timing], moved_bytes: int | None = None) -> None:
+    """Print a table: medians, quartiles, ratios, and the traffic of so many bytes."""
     table = Table(title=title)
-    for column in ("", "median ms", "quartiles", "GB/s", "ratio", "of minima"):
-        table.add_column(column, justify="left" if column == "" else "right")
+    table.add_column("", min_width=max(map(len, timings)))
+    for column in ("median ms", "quartiles", "ratio", "of minima"):
+        table.add_column(column, justify="right")
+    if moved_bytes is not None:
+        table.add_column("GB/s", justify="right")
     for name, timing in timings.items():
         low, high = timing.quartiles
-        table.add_row(
-            name,
+        cells = [
             f"{timing.median * 1e3:.3f}",
             f"{low * 1e3:.3f} - {high * 1e3:.3f}",
-            f"{moved_bytes / timing.median / 1e9:.1f}",
             f"{timing.ratio:.2f}",
             f"{timing.ratio_of_minima:.2f}",
-        )
+        ]
+        if moved_bytes is not None:
+            cells.append(f"{moved_bytes / timing.median / 1e9:.1f}")
+        table.add_row(name, *cells)
     Console().print(table)
 
 
