@@ -8,6 +8,8 @@ in the optimizers' own files stay the reference, which runs everywhere else (JAX
 
 from __future__ import annotations
 
+import itertools
+import operator
 from collections.abc import Callable
 from typing import Any
 
@@ -70,19 +72,38 @@ def with_kernel(tx: Transform, kernel: Kernel) -> Transform:
     return tx
 
 
+# One pass of the interpreter over hundreds of leaves costs more than the kernel: these run in C.
+_dtype, _device, _layout, _shape, _requires_grad = (
+    operator.attrgetter(name) for name in ("dtype", "device", "layout", "shape", "requires_grad")
+)
+
+
 def _suits(columns: list[list[Any]]) -> bool:
-    """Whether the kernels take these tensors: plain, floating, of one dtype and device."""
+    """Whether the kernels take these tensors: plain, floating, of one dtype and device, and laid
+    out alike in memory, which the kernels walk through without a look at shapes and strides."""
     if torch.compiler.is_compiling() or transforming():
         return False
-    if not set().union(*(map(type, column) for column in columns)) <= {Tensor, Parameter}:
+    tensors = list(itertools.chain.from_iterable(columns))
+    if not set(map(type, tensors)) <= {Tensor, Parameter}:
         return False
-    if torch.is_grad_enabled() and any(x.requires_grad for column in columns for x in column):
+    if torch.is_grad_enabled() and any(map(_requires_grad, tensors)):
         return False
-    kinds = {(x.dtype, x.device, x.layout) for column in columns for x in column}
-    dtype, device, layout = next(iter(kinds))
+    params, grads = columns[:2]  # the slots were made like the parameters
+    dtypes, devices = set(map(_dtype, tensors)), set(map(_device, params + grads))
     return (
-        len(kinds) == 1
-        and dtype.is_floating_point
-        and layout == torch.strided
-        and device.type in ("cpu", "cuda")
+        len(dtypes) == len(devices) == 1
+        and dtypes.pop().is_floating_point
+        and devices.pop().type in ("cpu", "cuda")
+        and set(map(_layout, grads)) == {torch.strided}
+        and list(map(_shape, params)) == list(map(_shape, grads))
+        and (
+            all(map(Tensor.is_contiguous, tensors))
+            or all(map(_laid_out_alike, zip(*columns, strict=True)))
+        )
+    )
+
+
+def _laid_out_alike(row: tuple[Tensor, ...]) -> bool:
+    return all(x.is_contiguous() for x in row) or (
+        row[0].ndim == 4 and all(x.is_contiguous(memory_format=torch.channels_last) for x in row)
     )
