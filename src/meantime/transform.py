@@ -15,16 +15,12 @@ disagree about when to communicate.
 
 from __future__ import annotations
 
-import inspect
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 from meantime.arrays import Array
+from meantime.keywords import accepting, forwards, keywords, pick, unexpected
 from meantime.tree import Tree, leafwise
-
-CONTRACT = frozenset({"replicas", "now", "donate"})
-"""Keyword arguments that every function of a transform accepts; one that has no use for them
-need not name them."""
 
 
 class EmptyState(NamedTuple):
@@ -73,8 +69,8 @@ class Transform(_Functions):
         return super().__new__(
             cls,
             init,
-            _KEEP_UPDATES if update is None else _accepting(update),
-            _KEEP_PARAMS if average is None else _accepting(average),
+            _KEEP_UPDATES if update is None else accepting(update),
+            _KEEP_PARAMS if average is None else accepting(average),
         )
 
     @property
@@ -88,46 +84,6 @@ class Transform(_Functions):
         return self.average is not _KEEP_PARAMS
 
 
-def _keywords(function: Callable[..., Any]) -> frozenset[str] | None:
-    """The keyword arguments a function of a transform names; None if it takes any."""
-    known: frozenset[str] | None
-    try:
-        known = function.takes  # type: ignore[attr-defined]
-    except AttributeError:
-        parameters = inspect.signature(function).parameters.values()
-        if any(p.kind is p.VAR_KEYWORD for p in parameters):
-            return None
-        usual = {"params"}
-        known = frozenset(
-            p.name
-            for i, p in enumerate(parameters)
-            if p.kind is p.KEYWORD_ONLY
-            or (p.kind is p.POSITIONAL_OR_KEYWORD and i >= 2 and p.name not in usual)
-        )
-    return known
-
-
-def _accepting(function: Callable[..., Any]) -> Callable[..., Any]:
-    """The function, made to accept the whole contract and to refuse what it does not know."""
-    named = _keywords(function)
-    if named is None or hasattr(function, "takes"):
-        return function
-    takes = named | CONTRACT
-
-    def call(*arguments: Any, **extra: Any) -> Any:
-        kept = {}
-        for name, value in extra.items():
-            if name in named or name == "params":
-                kept[name] = value
-            elif name not in CONTRACT:
-                raise TypeError(_unexpected(name, takes))
-        return function(*arguments, **kept)
-
-    call.takes = takes  # type: ignore[attr-defined]
-    call.__doc__ = function.__doc__
-    return call
-
-
 def _keep_updates(updates: Tree, state: Any, params: Tree = None) -> tuple[Tree, Any]:
     return updates, state
 
@@ -136,67 +92,7 @@ def _keep_params(params: Tree, state: Any) -> tuple[Tree, Any]:
     return params, state
 
 
-_KEEP_UPDATES, _KEEP_PARAMS = _accepting(_keep_updates), _accepting(_keep_params)
-
-
-def _unexpected(name: str, takes: frozenset[str]) -> str:
-    own = ", ".join(sorted(takes - CONTRACT)) or "none"
-    return (
-        f"unexpected keyword argument {name!r}: no member of this transform names it "
-        f"(accepted: replicas, now, donate; named by members: {own})"
-    )
-
-
-def forwards(
-    *functions: Callable[..., Any], hides: Iterable[str] = ()
-) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
-    """Decorate a function `(..., **extra)` that passes `extra` on to `functions`.
-
-    What it accepts is then what it names itself and what they accept, less what it `hides`
-    (arguments it provides to them). Hand the arguments over with `pick`.
-
-    Example:
-        >>> import torch, meantime as mt
-        >>> def twice(inner):
-        ...     @forwards(inner.update)
-        ...     def update(updates, state, params=None, **extra):
-        ...         updates, state = inner.update(updates, state, params, **extra)
-        ...         return inner.update(updates, state, params, **extra)
-        ...     return mt.Transform(inner.init, update, inner.average)
-        >>> twice(mt.scale(3.0)).update(torch.ones(1), mt.EmptyState())[0]
-        tensor([9.])
-    """
-
-    def decorate(function: Callable[..., Any]) -> Callable[..., Any]:
-        named = frozenset(
-            p.name
-            for p in inspect.signature(function).parameters.values()
-            if p.kind is p.KEYWORD_ONLY
-        )
-        parts = [_keywords(f) for f in functions]
-        if any(part is None for part in parts):
-            return function
-        takes = named.union(CONTRACT, *(p for p in parts if p is not None)) - frozenset(hides)
-
-        def call(*arguments: Any, **extra: Any) -> Any:
-            for name in extra:
-                if name not in takes and name != "params":
-                    raise TypeError(_unexpected(name, takes))
-            return function(*arguments, **extra)
-
-        call.takes = takes  # type: ignore[attr-defined]
-        call.__doc__ = function.__doc__
-        return call
-
-    return decorate
-
-
-def pick(function: Callable[..., Any], extra: dict[str, Any]) -> dict[str, Any]:
-    """Those of the extra arguments that a function of a transform takes."""
-    takes = _keywords(function)
-    if takes is None:
-        return extra
-    return {name: value for name, value in extra.items() if name in takes}
+_KEEP_UPDATES, _KEEP_PARAMS = accepting(_keep_updates), accepting(_keep_params)
 
 
 def as_transform(member: Any) -> Transform:
@@ -376,7 +272,7 @@ def step(tx: Any, grads: Tree, params: Tree, state: Any, **extra: Any) -> tuple[
     tx = as_transform(tx)
     for name in extra:
         if not (pick(tx.update, {name: None}) or pick(tx.average, {name: None})):
-            takes = (_keywords(tx.update) or frozenset()) | (_keywords(tx.average) or frozenset())
-            raise TypeError(_unexpected(name, takes))
+            takes = (keywords(tx.update) or frozenset()) | (keywords(tx.average) or frozenset())
+            raise TypeError(unexpected(name, takes))
     params, state = _descend(tx, grads, state, params, extra)
     return tx.average(params, state, **pick(tx.average, extra))

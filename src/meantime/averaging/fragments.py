@@ -8,7 +8,8 @@ from typing import Any
 import optree
 
 from meantime import tree
-from meantime.transform import Transform, as_transform, forwards, pick
+from meantime.keywords import forwards, pick
+from meantime.transform import Transform, as_transform
 from meantime.tree import Tree
 
 Labels = Tree | Callable[[Tree], Tree]

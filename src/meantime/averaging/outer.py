@@ -6,7 +6,8 @@ from typing import Any, NamedTuple
 
 from meantime import arrays, tree
 from meantime.arrays import Array
-from meantime.transform import Transform, as_transform, forwards, step
+from meantime.keywords import forwards
+from meantime.transform import Transform, as_transform, step
 from meantime.tree import Tree, cast_like, copy, leafwise
 
 

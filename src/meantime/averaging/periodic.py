@@ -7,8 +7,9 @@ from typing import Any, NamedTuple
 from meantime import arrays
 from meantime.arrays import Array
 from meantime.control import LAST, cond, counter, increment, is_concrete, select
+from meantime.keywords import forwards, pick
 from meantime.schedules import Schedule
-from meantime.transform import Transform, as_transform, forwards, pick
+from meantime.transform import Transform, as_transform
 from meantime.tree import Tree
 
 

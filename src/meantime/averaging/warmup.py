@@ -8,7 +8,8 @@ from meantime.arrays import Array
 from meantime.averaging.parameters import mean
 from meantime.averaging.periodic import _check_integer
 from meantime.control import cond, counter, increment
-from meantime.transform import Transform, forwards, identity, pick
+from meantime.keywords import forwards, pick
+from meantime.transform import Transform, identity
 from meantime.tree import Tree
 
 
