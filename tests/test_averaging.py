@@ -604,3 +604,44 @@ def test_skipping_an_update_moves_no_schedule():
         assert int(ours.count) == int(theirs.count) == 12
     assert int(mt.find(state, mt.PeriodicState).due) == 13
     assert int(mt.find(other_state, mt.PeriodicState).due) == 13
+
+
+# --- forced synchronisations -----------------------------------------------------------------
+
+
+def world_steps(tx, steps, **forced):
+    """The steps after which the world, not only the node, is averaged over."""
+    params, state, found = ONE, tx.init(ONE), []
+    for step in range(1, steps + 1):
+        levels = {"node": mt.Recorded(mt.Solo()), "world": mt.Recorded(mt.Solo())}
+        now = step == forced.get("now")
+        params, state = tx.average(params, state, replicas=levels, now=now)
+        if step == forced.get("between"):
+            params, state = tx.average(params, state, replicas=levels, now=True, counts=False)
+        found += [step] if levels["world"].calls else []
+    return found
+
+
+HIERARCHY = mt.hierarchical_sgd(mt.identity(), every={"node": 4, "world": 16})
+NESTED = mt.periodic(mt.periodic(mt.average_params("world"), every=4), every=4)
+
+
+@pytest.mark.parametrize("tx", [HIERARCHY, NESTED], ids=["alternate", "periodic"])
+@pytest.mark.parametrize("step", [3, 4, 15, 16, 17])
+def test_a_forced_synchronisation_moves_no_other_on_any_level(tx, step):
+    assert world_steps(tx, 33) == [16, 32]
+    assert world_steps(tx, 33, now=step) == sorted({step, 16, 32})
+
+
+@pytest.mark.parametrize("tx", [HIERARCHY, NESTED], ids=["alternate", "periodic"])
+@pytest.mark.parametrize("step", [3, 4, 16])
+def test_a_synchronisation_between_steps_is_none(tx, step):
+    assert world_steps(tx, 33, between=step) == sorted({step, 16, 32})
+
+
+def test_a_synchronisation_between_steps_does_not_shorten_the_warmup():
+    tx = mt.post_local_sgd(mt.sgd(0.1), every=2, warmup=3)
+    state = tx.init(ONE)
+    _, state = tx.average(ONE, state, replicas=mt.Solo(), now=True, counts=False)
+    assert mt.find(state, mt.WarmupState).count == 0
+    assert mt.find(state, mt.PeriodicState).count == 0

@@ -232,5 +232,5 @@ def test_broken_transform_is_found(make: Callable[[], mt.Transform]) -> None:
 
 def test_recompilation_is_found() -> None:
     params = {"w": torch.ones(2, 2)}
-    with pytest.raises(LawViolation, match="'compiles'.*compiled anew"):
+    with pytest.raises(LawViolation, match=r"'compiles'.*compiled anew"):
         check_transform(compiles_at_every_step(), params=params, examples=1)

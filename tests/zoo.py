@@ -46,9 +46,7 @@ ZOO: dict[str, Callable[[], mt.Transform]] = {
     # what communicates in `update`
     "data_parallel": lambda: mt.chain(mt.mean(), mt.sgd(0.1, momentum=0.9)),
     "warmup_mean": lambda: mt.chain(mt.warmup_mean(2), mt.sgd(0.1)),
-    "warmup_mean_then": lambda: mt.chain(
-        mt.warmup_mean(2, over="world", then="node"), mt.sgd(0.1)
-    ),
+    "warmup_mean_then": lambda: mt.chain(mt.warmup_mean(2, over="world", then="node"), mt.sgd(0.1)),
     # averagers
     "average_params": mt.average_params,
     "periodic": lambda: mt.periodic(mt.average_params(), every=2),

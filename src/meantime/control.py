@@ -39,9 +39,9 @@ def counter(params: Any, *, local: bool = False) -> Array:
     return arrays.zeros("int32", like=like)
 
 
-def increment(count: Array) -> Array:
-    """`count + 1`, saturating at the largest int32."""
-    return count + (count < LAST)
+def increment(count: Array, counts: bool | Array = True) -> Array:
+    """`count + 1` if this call counts, saturating at the largest int32."""
+    return count + ((count < LAST) & counts)
 
 
 def select(predicate: Array, yes: Callable[[], Any], no: Callable[[], Any]) -> Any:

@@ -56,6 +56,7 @@ def periodic(
 
     `average(..., now=True)` (a bool or a 0-d bool array, the same on every replica) forces a
     synchronisation after the present step and moves no other: pass it at the end of training.
+    With `counts=False` as well, the call stands for no local step: a synchronisation in between.
     An averager that names `step` is given the number of local steps made.
 
     Raises:
@@ -113,12 +114,18 @@ def periodic(
 
     @forwards(inner.average, hides=("step",))
     def average(
-        params: Tree, state: PeriodicState, *, now: bool | Array = False, **extra: Any
+        params: Tree,
+        state: PeriodicState,
+        *,
+        now: bool | Array = False,
+        counts: bool | Array = True,
+        **extra: Any,
     ) -> tuple[Tree, PeriodicState]:
-        count = increment(state.count)
+        count = increment(state.count, counts)
         scheduled = count >= state.due
         due = scheduled | _flag(now)
-        arguments = pick(inner.average, {**extra, "now": now, "step": count})
+        inherited = {**extra, "now": now, "counts": scheduled, "step": count}
+        arguments = pick(inner.average, inherited)
 
         def synchronise(params: Tree, averager: Any) -> tuple[Tree, Any]:
             return inner.average(params, averager, **arguments)
@@ -167,10 +174,15 @@ def alternate(usual: Any, special: Any, every: int) -> Transform:
 
     @forwards(often.average, seldom.average)
     def average(
-        params: Tree, state: AlternateState, *, now: bool | Array = False, **extra: Any
+        params: Tree,
+        state: AlternateState,
+        *,
+        now: bool | Array = False,
+        counts: bool | Array = True,
+        **extra: Any,
     ) -> tuple[Tree, AlternateState]:
-        count = increment(state.count)
-        extra = {**extra, "now": now}
+        count = increment(state.count, counts)
+        extra = {**extra, "now": now, "counts": counts}
 
         def run_special(params: Tree, usual: Any, special: Any) -> tuple[Tree, Any, Any]:
             params, special = seldom.average(params, special, **pick(seldom.average, extra))

@@ -76,7 +76,9 @@ def warmup_mean(steps: int, over: str | None = None, then: str | None = None) ->
         )
         return updates, WarmupState(state.count, first, second)
 
-    def average(params: Tree, state: WarmupState) -> tuple[Tree, WarmupState]:
-        return params, state._replace(count=increment(state.count))
+    def average(
+        params: Tree, state: WarmupState, *, counts: bool | Array = True
+    ) -> tuple[Tree, WarmupState]:
+        return params, state._replace(count=increment(state.count, counts))
 
     return Transform(init, update, average)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import typer
 
+from meantime.cli import bench
 from meantime.cli.demo import demo
 
 app = typer.Typer(
@@ -20,3 +21,4 @@ def meantime() -> None:
 
 
 app.command()(demo)
+app.add_typer(bench.app, name="bench")

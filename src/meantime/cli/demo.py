@@ -74,10 +74,10 @@ def _run(
     console: Console, settings: Settings, problem: tasks.Task, simulated: bool
 ) -> list[Result]:
     parameters = sum(leaf.numel() for leaf in problem.start(settings.seed).values())
-    who = "simulated replicas" if simulated else "processes"
+    kind = "simulated replica" if simulated else "replica"
     console.print(
-        f"{settings.replicas} {who} learn to {problem.title}: {parameters:,} parameters, "
-        f"{problem.batch} examples a step each.",
+        f"Learning to {problem.title} with {report.count(settings.replicas, kind)}: "
+        f"{parameters:,} parameters, {problem.batch} examples a step each.",
         highlight=False,
     )
     with shown(console, settings) as notify:

@@ -7,7 +7,7 @@ from pathlib import Path
 from matplotlib.axes import Axes
 from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.figure import Figure
-from matplotlib.ticker import FuncFormatter, LogLocator, NullFormatter
+from matplotlib.ticker import FuncFormatter, LogLocator, MaxNLocator, NullFormatter
 
 from meantime.cli.methods import METHODS, Settings
 from meantime.cli.training import Result
@@ -46,9 +46,9 @@ def draw(path: Path, settings: Settings, results: list[Result], title: str) -> N
             right.plot(*pairs[-1], "o", color=colour, markersize=7, clip_on=False)
     _limit(left, results)
     left.set(xlim=(0, settings.steps), xlabel="local steps", ylabel="validation loss")
+    left.xaxis.set_major_locator(MaxNLocator(6, integer=True))
     left.set_title("against steps", loc="left", color=INK, fontsize=11)
     right.set(xlabel="megabytes sent by each replica (ring all-reduce, log scale)")
-    right.set_title("against traffic", loc="left", color=INK, fontsize=11)
     _label_ends(left, results)
     _traffic_axis(right, results)
     for axes in (left, right):
@@ -65,9 +65,10 @@ def draw(path: Path, settings: Settings, results: list[Result], title: str) -> N
 def _traffic_axis(axes: Axes, results: list[Result]) -> None:
     sent = [count for result in results for count in result.sent if count > 0]
     silent = [METHODS[result.method].title for result in results if result.sent[-1] == 0]
-    if silent:
-        text = f"{', '.join(silent)}: nothing is sent"
-        axes.text(0.02, 0.04, text, transform=axes.transAxes, color=COLOURS["single"], fontsize=9.5)
+    missing = f"  ({', '.join(silent)}: nothing to send)" if silent else ""
+    if not sent:
+        missing = "  (nothing was sent)"
+    axes.set_title(f"against traffic{missing}", loc="left", color=INK, fontsize=11)
     if not sent:
         axes.set(xticks=[])
         return
@@ -81,7 +82,7 @@ def _limit(axes: Axes, results: list[Result]) -> None:
     """Leave out the steep beginning, which is the same for all."""
     lowest = min(min(result.measures["loss"]) for result in results)
     ends = [result.measures["loss"][-1] for result in results]
-    first = max(result.measures["loss"][min(2, len(result.steps) - 1)] for result in results)
+    first = max(result.measures["loss"][min(2, len(result.steps) // 5)] for result in results)
     top = max(first, *ends)
     margin = 0.06 * (top - lowest) or 0.1
     axes.set_ylim(lowest - margin, top + margin)
@@ -93,6 +94,7 @@ def _label_ends(axes: Axes, results: list[Result]) -> None:
     gap = 0.06 * (high - low)
     ordered = sorted(results, key=lambda result: result.measures["loss"][-1])
     places = _apart([result.measures["loss"][-1] for result in ordered], gap)
+    places = [max(place, low + (i + 0.4) * gap) for i, place in enumerate(places)]
     for result, place in zip(ordered, places, strict=True):
         axes.annotate(
             f"{METHODS[result.method].title}  {result.measures['loss'][-1]:.3f}",

@@ -21,9 +21,9 @@ from meantime.cli.training import Result
 def print_table(console: Console, settings: Settings, results: list[Result], real: bool) -> None:
     """The last measures, the traffic and the time of every method."""
     accurate = all("accuracy" in result.measures for result in results)
-    table = Table(box=box.SIMPLE_HEAD, pad_edge=False)
+    table = Table(box=box.SIMPLE_HEAD, pad_edge=False, collapse_padding=True)
     table.add_column("", no_wrap=True)
-    headers = ["validation\nloss", *(["test\naccuracy"] if accurate else []), "synchro-\nnisations"]
+    headers = ["held-out\nloss", *(["test\naccuracy"] if accurate else []), "synchro-\nnisations"]
     headers += ["MB sent by\na replica", "seconds", "in commu-\nnication"]
     for header in headers:
         table.add_column(header, justify="right", no_wrap=True)
@@ -42,20 +42,22 @@ def print_table(console: Console, settings: Settings, results: list[Result], rea
 
 def notes(settings: Settings, real: bool) -> list[str]:
     """What one has to know to read the table."""
-    lines = [
-        f"Every replica makes {settings.steps:,} steps on its own data; periods are "
-        f"{settings.period} steps. Data parallel averages gradients at every step, post-local "
-        f"SGD at the first {settings.warmup:,}.",
-        "Bytes: a ring all-reduce sends 2 (K-1)/K times its message from each of K replicas.",
-    ]
+    text = f"Every replica makes {count(settings.steps, 'step')} on its own data"
+    text += f"; the period is {count(settings.period, 'step')}."
+    if "post-local-sgd" in settings.methods:
+        text += f" Post-local SGD averages gradients for {count(settings.warmup, 'step')} first."
+    lines = [text]
+    lines.append(
+        "Bytes: a ring all-reduce sends 2 (K-1)/K times its message from each replica of K."
+    )
     if real:
+        where = f"{count(settings.replicas, 'replica')} on {count(os.cpu_count() or 1, 'core')}"
         lines.append(
-            f"Seconds: of replica 0, without measuring the loss. The {settings.replicas} replicas "
-            f"share the {os.cpu_count()} cores of this machine and no network slows them down; "
-            "one replica has a core for itself."
+            f"Seconds: of replica 0, without measuring the loss; {where}, with no network to slow "
+            "them down. One replica alone has a core for itself."
         )
     else:
-        lines.append("Seconds: of the simulation, which communicates nothing.")
+        lines.append("Seconds: of the simulation, in which nothing is sent.")
     if "diloco" in settings.methods and settings.outer_momentum != 0.9:
         lines.append(
             f"DiLoCo: outer momentum {settings.outer_momentum} here; the paper's 0.9 overshoots on "
@@ -88,3 +90,8 @@ def write_json(path: Path, settings: Settings, results: list[Result], real: bool
 def megabytes(count: float) -> str:
     """Bytes in MB with three digits or all before the point."""
     return f"{count / 1e6:.3g}" if 0 < count < 1e8 else f"{count / 1e6:,.0f}"
+
+
+def count(number: int, thing: str) -> str:
+    """`1 step`, `1,000 steps`."""
+    return f"{number:,} {thing}{'' if number == 1 else 's'}"

@@ -4,7 +4,8 @@ replicas: only `world` differs."""
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from multiprocessing.connection import Connection
 
@@ -56,6 +57,7 @@ class Run:
 
     Attributes:
         task, settings: what is trained, and how.
+        start: the initial weights.
         world: the replicas, with a record of their means.
         result: where counts and times are noted.
         watch: called with the steps made and the loss after each measuring; None measures
@@ -64,6 +66,7 @@ class Run:
 
     task: Task
     settings: Settings
+    start: Params
     world: mt.Recorded
     result: Result
     watch: Callable[[int, Tensor], None] | None = None
@@ -77,7 +80,7 @@ class Run:
         task, settings, world = self.task, self.settings, self.world
         tx = METHODS[self.result.method].transform(task.inner(settings.steps), settings)
         gradient = torch.func.grad(task.loss)
-        params: Params = task.start(settings.seed)
+        params = self.start
         state = tx.init(params)
         points = set(settings.evaluated()) if self.watch else set()
         measured: list[dict[str, Tensor]] = []
@@ -111,6 +114,7 @@ class Run:
 def simulate(settings: Settings, notify: Notify) -> list[Result]:
     """Every method with all replicas in this process, by `torch.func.vmap`."""
     task = tasks.load(settings.task)
+    start = task.start(settings.seed)
     results = []
     for method in settings.methods:
         size = 1 if METHODS[method].alone else settings.replicas
@@ -120,10 +124,11 @@ def simulate(settings: Settings, notify: Notify) -> list[Result]:
         def watch(step: int, loss: Tensor, method: str = method) -> None:
             notify(method, step, None)
 
-        run = Run(task, settings, mt.Recorded(mt.Vmapped(size)), result, watch)
+        run = Run(task, settings, start, mt.Recorded(mt.Vmapped(size)), result, watch)
         # The whole loop is inside `vmap`: counters are the same for all replicas, so that a mean
         # that is not due is not computed, and what is recorded is what real replicas would do.
-        measures = torch.func.vmap(run.train)(torch.stack(orders))
+        with _one_thread():
+            measures = torch.func.vmap(run.train)(torch.stack(orders))
         result.measures = {name: values[0].tolist() for name, values in measures.items()}
         results.append(result)
     return results
@@ -135,11 +140,12 @@ def work(settings: Settings, progress: Connection) -> list[Result]:
     Replica 0 measures and reports to `progress`; the results of the others are incomplete.
     """
     task = tasks.load(settings.task)
+    start = task.start(settings.seed)
     rank = dist.get_rank()
     order = _order(task, settings, rank)
     # What is slow the first time is not part of any method's time.
     short = replace(settings, steps=1, period=1)
-    Run(task, short, mt.Recorded(mt.Distributed()), Result("data-parallel")).train(order)
+    Run(task, short, start, mt.Recorded(mt.Distributed()), Result("data-parallel")).train(order)
     results = []
     for method in settings.methods:
         alone = METHODS[method].alone
@@ -151,7 +157,7 @@ def work(settings: Settings, progress: Connection) -> list[Result]:
 
         dist.barrier()
         if rank == 0 or not alone:
-            run = Run(task, settings, world, result, watch if rank == 0 else None)
+            run = Run(task, settings, start, world, result, watch if rank == 0 else None)
             measures = run.train(order)
             result.measures = {name: values.tolist() for name, values in measures.items()}
             result.communicating = world.seconds
@@ -161,3 +167,14 @@ def work(settings: Settings, progress: Connection) -> list[Result]:
 
 def _order(task: Task, settings: Settings, rank: int) -> Tensor:
     return task.order(settings.seed, rank, settings.replicas, settings.steps)
+
+
+@contextmanager
+def _one_thread() -> Iterator[None]:
+    """As each replica has: more do not help so small a model, and spin where cores are busy."""
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    try:
+        yield
+    finally:
+        torch.set_num_threads(threads)

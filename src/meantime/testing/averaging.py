@@ -14,7 +14,7 @@ import torch
 from meantime import tree
 from meantime.replicas.base import Levels
 from meantime.replicas.vmapped import Vmapped
-from meantime.testing.cases import call, describe, law, local_step, require, vmapped
+from meantime.testing.cases import call, describe, law, local_step, vmapped
 from meantime.testing.compare import Difference, close, same_bits
 from meantime.transform import Transform
 from meantime.tree import Tree
@@ -29,9 +29,10 @@ class Drift(NamedTuple):
     moves: tuple[Tree, ...]
     order: tuple[int, ...]
     levels: Mapping[str, int] | None = None
-    extra: Mapping[str, Any] = {}  # noqa: RUF012  (read only)
+    extra: Mapping[str, Any] = {}
 
-    __str__ = describe
+    def __str__(self) -> str:
+        return describe(self)
 
     @property
     def size(self) -> int:

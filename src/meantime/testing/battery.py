@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Collection, Mapping
 from typing import Any
 
 import hypothesis
@@ -26,6 +26,7 @@ DRAWN = (
     laws.any_layout,
     laws.checkpoint,
     laws.donation,
+    laws.one_step,
     laws.counted_in_average,
     laws.never_silent,
 )

@@ -10,11 +10,12 @@ import optree
 import torch
 
 from meantime import tree
+from meantime.keywords import pick
 from meantime.replicas.recorded import Recorded
 from meantime.replicas.solo import Solo
 from meantime.testing.compare import Difference
 from meantime.testing.strategies import Pair
-from meantime.transform import Transform, apply_updates, as_transform, pick
+from meantime.transform import Transform, apply_updates, as_transform
 from meantime.tree import Tree
 
 
@@ -50,9 +51,10 @@ class Case(NamedTuple):
     params: Tree
     grads: tuple[Tree, ...]
     at: int = 1
-    extra: Mapping[str, Any] = {"replicas": Solo()}  # noqa: RUF012  (read only)
+    extra: Mapping[str, Any] = {"replicas": Solo()}
 
-    __str__ = describe
+    def __str__(self) -> str:
+        return describe(self)
 
 
 Subject = TypeVar("Subject", contravariant=True)  # a Case, or what laws of averaging are tried on
@@ -126,7 +128,8 @@ def on_leaves(function: Callable[..., Any], *arguments: Tree) -> tuple[Any, list
         The function from leaves to leaves, the leaves of the arguments, and a function that
         puts the leaves of the last result back into its tree.
     """
-    flat, spec = optree.tree_flatten(arguments)
+    flat: list[Any]
+    flat, spec = optree.tree_flatten(arguments)  # type: ignore[arg-type]
     structure: list[Any] = []
 
     def flattened(leaves: list[Any]) -> list[Any]:

@@ -13,10 +13,11 @@ from typing import Any
 import torch
 
 from meantime import tree
+from meantime.keywords import pick
 from meantime.state import load_state_dict, state_dict
 from meantime.testing.cases import Case, call, law, local_step, recorded, require, snapshot
 from meantime.testing.compare import close, same_bits, same_form
-from meantime.transform import Transform, apply_updates, pick, step
+from meantime.transform import Transform, apply_updates, step
 from meantime.tree import Tree
 
 
@@ -27,9 +28,9 @@ def pure(tx: Transform, case: Case) -> None:
     def twice(name: str, function: Callable[..., Any], extra: Any, **given: Tree) -> Any:
         before = snapshot(given)
         first = snapshot(call(function, extra, *given.values()))
-        second = call(function, extra, *given.values())
         for argument, value in given.items():
             same_bits(argument, value, before[argument], f"`{name}` wrote to it")
+        second = call(function, extra, *given.values())
         same_bits(name, second, first, f"a second `{name}` of the same gives something else")
         return second
 
@@ -127,6 +128,38 @@ def donation(tx: Transform, case: Case) -> None:
             same_bits(name, donated, kept, "with donate=True the result differs")
             result, state = kept
             params = apply_updates(params, result) if name == "update" else result
+
+
+@law
+def one_step(tx: Transform, case: Case) -> None:
+    """`meantime.step`, which may run as one kernel, is `update`, `apply_updates`, `average`.
+
+    In half precision a kernel rounds less often, and only writing is looked at.
+    """
+    extra = {**pick(tx.update, dict(case.extra)), **pick(tx.average, dict(case.extra))}
+    params, state = case.params, tx.init(case.params)
+    reference = params, state
+    exact = {x.dtype for x in tree.leaves(params)} <= {torch.float32, torch.float64}
+    for grads in case.grads:
+        given = {"grads": grads, "params": params, "state": state}
+        before = snapshot(given)
+        found = step(tx, *given.values(), **extra)
+        for name, value in given.items():
+            same_bits(name, value, before[name], "`step` wrote to it")
+        kept = step(tx, *before.values(), **extra)
+        donated = step(tx, *before.values(), **extra, donate=True)
+        same_bits("(params, state)", donated, kept, "with donate=True the result differs")
+        same_bits("grads", before["grads"], grads, "`step` wrote to it with donate=True")
+        reference = local_step(tx, grads, *reference, case.extra)
+        if exact:
+            claim = "`step` differs from update, apply_updates and average"
+            scale = tree.map(_largest, reference[0], params, *case.grads)
+            close("params", found[0], reference[0], claim, scale=scale, roundings=64)
+        params, state = found
+
+
+def _largest(*leaves: torch.Tensor) -> torch.Tensor:
+    return torch.cat([x.double().reshape(-1) for x in leaves])
 
 
 @law

@@ -113,25 +113,23 @@ def trees(
     """
     leaf = st.tuples(st.sampled_from(SHAPES), st.sampled_from(tuple(dtypes)))
     # Descriptions first, values afterwards: `recursive` draws many trees that it throws away.
-    described = draw(
+    described: Any = draw(
         st.recursive(leaf.map(_Leaf) | st.none(), _containers, max_leaves=max_leaves)
     )
-    leaves, spec = optree.tree_flatten(described)
-    if not leaves:
+    if not optree.tree_leaves(described):
         described = Pair(draw(leaf.map(_Leaf)), described)
-        leaves, spec = optree.tree_flatten(described)
-    drawn = [
-        draw(tensors((*leading, *shape), dtype, magnitude=magnitude))
-        for (shape, dtype) in (leaf.description for leaf in leaves)
-    ]
-    return spec.unflatten(drawn)
+
+    def tensor(leaf: _Leaf) -> Tensor:
+        return draw(tensors((*leading, *leaf.shape), leaf.dtype, magnitude=magnitude))
+
+    return map(tensor, described)
 
 
 class _Leaf:
-    """A leaf to optree, unlike the tuple it holds."""
+    """A leaf to optree, unlike the tuple it is made of."""
 
     def __init__(self, description: tuple[tuple[int, ...], torch.dtype]):
-        self.description = description
+        self.shape, self.dtype = description
 
 
 def _containers(inner: st.SearchStrategy[Any]) -> st.SearchStrategy[Any]:
@@ -154,13 +152,12 @@ def trees_like(
         leading: axes put before the shape of every leaf; `(size,)` for one tree a replica.
 
     Example:
-        >>> import torch
+        >>> import meantime as mt
         >>> from hypothesis import given, strategies as st
         >>> @given(trees().flatmap(lambda params: st.tuples(st.just(params), trees_like(params))))
         ... def test(pair):
         ...     params, grads = pair
         ...     mt.apply_updates(params, grads)
-        >>> import meantime as mt
         >>> test()
     """
 
@@ -175,7 +172,10 @@ def replica_counts(max_size: int = 5) -> st.SearchStrategy[int]:
 
     Example:
         >>> from hypothesis import given
-        >>> given(replica_counts(3))(lambda size: 1 <= size <= 3)()
+        >>> @given(replica_counts(3))
+        ... def test(size):
+        ...     assert 1 <= size <= 3
+        >>> test()
     """
     return st.integers(1, max_size)
 
