@@ -10,6 +10,7 @@ from __future__ import annotations
 from typing import Any, TypeVar
 
 import optree
+import torch
 
 from meantime import tree
 from meantime.arrays import Array
@@ -95,7 +96,13 @@ def load_state_dict(template: Any, saved: dict[str, Array]) -> Any:
                 f"the saved state does not fit at {key!r}: it has {have.dtype}"
                 f"{list(have.shape)}, this transform {want.dtype}{list(want.shape)}"
             )
-    return spec.unflatten([saved[key] for key in keys])
+    restored = [_beside(saved[key], leaf) for key, leaf in zip(keys, leaves, strict=True)]
+    return spec.unflatten(restored)
+
+
+def _beside(value: Array, leaf: Array) -> Array:
+    """A copy of a saved tensor on the device of the leaf it replaces."""
+    return value.to(leaf.device, copy=True) if isinstance(value, torch.Tensor) else value
 
 
 def _keys(state: Any) -> list[str]:

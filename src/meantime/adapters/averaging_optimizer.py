@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
+from meantime.keywords import pick
 from meantime.replicas.base import Levels
 from meantime.state import load_state_dict, state_dict
 from meantime.transform import as_transform
@@ -97,12 +98,15 @@ class AveragingOptimizer(Optimizer):
             What the inner optimizer's `step` returns; None if it was skipped.
         """
         result = None if self._overflowed() else self.optimizer.step(closure)
-        with torch.no_grad():
-            averaged, self.averager_state = self.averager.average(
-                self._parameters(), self.averager_state, replicas=self.replicas, donate=True
-            )
-            self._write(averaged)
+        self._average()
         return result
+
+    def average_now(self) -> None:
+        """Synchronise between steps: at the end of training, before an evaluation or a checkpoint.
+
+        Collective. It counts as no step and moves no scheduled synchronisation.
+        """
+        self._average(now=True, **pick(self.averager.average, {"counts": False}))
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         self.optimizer.zero_grad(set_to_none)
@@ -155,6 +159,13 @@ class AveragingOptimizer(Optimizer):
     def _parameters(self) -> list[Tensor]:
         """All that take part; the same on every replica, whoever has gradients."""
         return [p for group in self.param_groups for p in group["params"] if p.requires_grad]
+
+    @torch.no_grad()
+    def _average(self, **extra: Any) -> None:
+        averaged, self.averager_state = self.averager.average(
+            self._parameters(), self.averager_state, replicas=self.replicas, donate=True, **extra
+        )
+        self._write(averaged)
 
     @torch.no_grad()
     def _fresh_state(self) -> Any:

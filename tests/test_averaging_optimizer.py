@@ -1,0 +1,304 @@
+"""`AveragingOptimizer` is the optimizer inside, and averages in place."""
+
+import copy
+import io
+import math
+
+import pytest
+import torch
+import torch.distributed as dist
+
+import meantime as mt
+from meantime.adapters import AveragingOptimizer
+
+
+def network(seed: int = 0) -> torch.nn.Sequential:
+    torch.manual_seed(seed)
+    return torch.nn.Sequential(torch.nn.Linear(4, 3), torch.nn.Tanh(), torch.nn.Linear(3, 1))
+
+
+def loss_of(model, seed: int) -> torch.Tensor:
+    x = torch.randn(8, 4, generator=torch.Generator().manual_seed(seed))
+    return model(x).square().mean()
+
+
+def wrapped(model, averager=None, inner=torch.optim.AdamW, replicas=None, **options):
+    optimizer = inner(model.parameters(), **{"lr": 0.1, **options})
+    averager = averager or mt.periodic(mt.average_params(), every=2)
+    return AveragingOptimizer(optimizer, averager, replicas=replicas or mt.Solo())
+
+
+def train(model, optimizer, steps, start=0):
+    for step in range(start, start + steps):
+        optimizer.zero_grad()
+        loss_of(model, step).backward()
+        optimizer.step()
+
+
+def values(model):
+    return [p.detach().clone() for p in model.parameters()]
+
+
+def assert_equal(a, b):
+    for x, y in zip(a, b, strict=True):
+        assert torch.equal(x, y)
+
+
+# --- one replica: the optimizer inside -------------------------------------------------------
+
+
+@pytest.mark.parametrize("name", ["SGD", "AdamW", "Adagrad", "RMSprop", "NAdam"])
+def test_one_replica_is_the_inner_optimizer(name):
+    plain, averaged = network(), network()
+    inner = getattr(torch.optim, name)
+    optimizer = inner(plain.parameters(), lr=0.1)
+    train(plain, optimizer, 7)
+    train(averaged, wrapped(averaged, inner=inner), 7)
+    assert_equal(values(plain), values(averaged))
+
+
+def test_closure_and_return_value():
+    plain, averaged = network(), network()
+    optimizers = (
+        torch.optim.LBFGS(plain.parameters(), lr=0.1),
+        wrapped(averaged, inner=torch.optim.LBFGS),
+    )
+    results = []
+    for model, optimizer in zip((plain, averaged), optimizers, strict=True):
+
+        def closure(model=model, optimizer=optimizer):
+            optimizer.zero_grad()
+            loss = loss_of(model, 0)
+            loss.backward()
+            return loss
+
+        results.append([optimizer.step(closure).item() for _ in range(3)])
+    assert results[0] == results[1]
+    assert_equal(values(plain), values(averaged))
+
+
+def test_groups_and_state_are_those_of_the_inner_optimizer_at_all_times():
+    model = network()
+    optimizer = wrapped(model)
+    inner = optimizer.optimizer
+    assert isinstance(optimizer, torch.optim.Optimizer)
+    assert optimizer.defaults is inner.defaults
+
+    def same():
+        return optimizer.param_groups is inner.param_groups and optimizer.state is inner.state
+
+    assert same()
+    train(model, optimizer, 3)
+    optimizer.load_state_dict(optimizer.state_dict())
+    assert same()
+    optimizer.add_param_group({"params": [torch.nn.Parameter(torch.ones(2))], "lr": 0.5})
+    assert same()
+    assert len(inner.param_groups) == 2
+
+
+def test_schedulers_and_hooks():
+    model = network()
+    optimizer = wrapped(model, betas=(0.9, 0.99))
+    scheduler = torch.optim.lr_scheduler.OneCycleLR(optimizer, max_lr=0.3, total_steps=10)
+    calls = []
+    optimizer.register_step_pre_hook(lambda *_: calls.append("pre"))
+    optimizer.register_step_post_hook(lambda *_: calls.append("post"))
+    optimizer.register_state_dict_post_hook(lambda _, saved: calls.append("saved"))
+    optimizer.register_load_state_dict_post_hook(lambda _: calls.append("loaded"))
+    train(model, optimizer, 1)
+    scheduler.step()
+    assert optimizer.optimizer.param_groups[0]["lr"] == scheduler.get_last_lr()[0]
+    optimizer.load_state_dict(optimizer.state_dict())
+    assert calls == ["pre", "post", "saved", "loaded"]
+
+
+@pytest.mark.parametrize(
+    "averager",
+    [
+        mt.periodic(mt.average_params(), every=3),
+        mt.diloco(mt.identity(), every=3),
+        mt.slowmo(mt.identity(), 0.1, every=3),
+    ],
+    ids=["average", "diloco", "slowmo"],
+)
+@pytest.mark.parametrize("stop", [1, 3, 4])
+def test_resume_equals_never_stopping(averager, stop):
+    whole = network()
+    train(whole, wrapped(whole, averager), 8)
+
+    first = network()
+    optimizer = wrapped(first, averager)
+    train(first, optimizer, stop)
+    buffer = io.BytesIO()
+    torch.save({"model": first.state_dict(), "optimizer": optimizer.state_dict()}, buffer)
+    buffer.seek(0)
+    saved = torch.load(buffer, weights_only=True)
+
+    second = network(seed=1)
+    second.load_state_dict(saved["model"])
+    resumed = wrapped(second, averager)
+    resumed.load_state_dict(saved["optimizer"])
+    train(second, resumed, 8 - stop, start=stop)
+    assert_equal(values(whole), values(second))
+
+
+def test_a_state_that_does_not_fit_changes_nothing():
+    model = network()
+    optimizer = wrapped(model, mt.diloco(mt.identity(), every=3))
+    train(model, optimizer, 2)
+    before = copy.deepcopy(optimizer.state_dict())
+    other = network()
+    for wrong in (
+        wrapped(other).state_dict(),
+        torch.optim.AdamW(other.parameters()).state_dict(),
+    ):
+        with pytest.raises(ValueError, match=r"averager|does not fit"):
+            optimizer.load_state_dict(wrong)
+    after = optimizer.state_dict()
+    assert before["averager"].keys() == after["averager"].keys()
+    assert_equal(before["averager"].values(), after["averager"].values())
+    assert before["param_groups"] == after["param_groups"]
+
+
+def test_parameters_added_later_are_averaged_and_those_there_keep_their_anchor():
+    model = network()
+    optimizer = wrapped(model, mt.outer(mt.chain(mt.mean(), mt.sgd(0.5))))
+    anchor = copy.deepcopy(mt.find(optimizer.averager_state, mt.OuterState).anchor)
+    late = torch.nn.Parameter(torch.ones(2))
+    optimizer.add_param_group({"params": [late]})
+    grown = mt.find(optimizer.averager_state, mt.OuterState).anchor
+    assert_equal(grown[:-1], anchor)
+    late.grad = torch.ones(2)
+    optimizer.step()
+    assert torch.allclose(late, torch.full((2,), 1 - 0.5 * 0.1), atol=1e-2)
+
+
+def test_average_now_counts_as_no_step():
+    model = network()
+    world = mt.Recorded(mt.Solo())
+    optimizer = wrapped(model, mt.periodic(mt.average_params(), every=4), replicas=world)
+    synchronised = []
+    for step in range(1, 9):
+        train(model, optimizer, 1)
+        if step == 2:
+            optimizer.average_now()
+        means = [name for name, _ in world.calls if name == "mean"]
+        synchronised += [step] if means else []
+        world.calls.clear()
+    assert synchronised == [2, 4, 8]
+
+
+def test_storage_strides_and_ties_survive():
+    model = torch.nn.Sequential(torch.nn.Conv2d(2, 3, 3), torch.nn.Conv2d(3, 2, 3))
+    model = model.to(memory_format=torch.channels_last)
+    tied = torch.nn.Linear(2, 2)
+    tied.weight = torch.nn.Parameter(torch.ones(2, 2).share_memory_())
+    parameters = [*model.parameters(), *tied.parameters()]
+    places = [(p.data_ptr(), p.stride(), p.is_shared()) for p in parameters]
+    optimizer = AveragingOptimizer(
+        torch.optim.SGD(parameters, lr=0.1),
+        mt.diloco(mt.identity(), every=1),
+        replicas=mt.Solo(),
+    )
+    for parameter in parameters:
+        parameter.grad = torch.ones_like(parameter)
+    optimizer.step()
+    assert [(p.data_ptr(), p.stride(), p.is_shared()) for p in parameters] == places
+
+
+def test_deepcopy_goes_its_own_way():
+    model = network()
+    optimizer = wrapped(model, mt.diloco(mt.identity(), every=2))
+    train(model, optimizer, 1)
+    other_model, other = copy.deepcopy((model, optimizer))
+    train(model, optimizer, 3, start=1)
+    train(other_model, other, 3, start=1)
+    assert_equal(values(model), values(other_model))
+    assert other.optimizer is not optimizer.optimizer
+
+
+def test_errors():
+    model = network()
+    with pytest.raises(TypeError, match=r"torch\.optim\.Optimizer"):
+        AveragingOptimizer(mt.sgd(0.1), mt.average_params(), replicas=mt.Solo())
+    with pytest.raises(TypeError, match="transform"):
+        AveragingOptimizer(
+            torch.optim.SGD(model.parameters(), lr=0.1), mt.average_params, replicas=mt.Solo()
+        )
+
+
+# --- gradient scalers ------------------------------------------------------------------------
+
+
+def scaled_training(optimizer, model, overflows, unscale=False):
+    scaler = torch.amp.GradScaler("cpu", init_scale=8.0)
+    for step, overflow in enumerate(overflows):
+        optimizer.zero_grad()
+        loss = loss_of(model, step) * (math.inf if overflow else 1.0)
+        scaler.scale(loss).backward()
+        if unscale:
+            scaler.unscale_(optimizer)
+        scaler.step(optimizer)
+        scaler.update()
+    return scaler.get_scale()
+
+
+@pytest.mark.parametrize("unscale", [False, True])
+@pytest.mark.parametrize("inner", [torch.optim.SGD, torch.optim.AdamW])
+def test_a_gradient_scaler_works_as_on_the_inner_optimizer(inner, unscale):
+    plain, averaged = network(), network()
+    overflows = [False, True, False, False]
+    optimizer = inner(plain.parameters(), lr=0.1)
+    expected = scaled_training(optimizer, plain, overflows, unscale)
+    optimizer = wrapped(averaged, inner=inner)
+    assert scaled_training(optimizer, averaged, overflows, unscale) == expected
+    assert_equal(values(plain), values(averaged))
+    assert mt.find(optimizer.averager_state, mt.PeriodicState).count == 4
+
+
+# --- processes -------------------------------------------------------------------------------
+
+
+def processes_body():
+    rank = dist.get_rank()
+
+    # Replicas start from the parameters of rank 0.
+    model = network(seed=rank)
+    optimizer = wrapped(model, replicas=mt.Distributed(), inner=torch.optim.SGD)
+    assert_equal(values(model), values(network(seed=0)))
+
+    # An overflow on one rank alone moves no schedule: they average after steps 2 and 4.
+    scaled_training(optimizer, model, [False, rank == 1, False, False])
+    means = mt.Distributed().gather(values(model))
+    assert all(bool((x == x[0]).all()) for x in means)
+
+    # A rank without gradients for a parameter takes part with it all the same.
+    first, second = torch.nn.Parameter(torch.ones(2)), torch.nn.Parameter(torch.ones(2))
+    optimizer = AveragingOptimizer(
+        torch.optim.SGD([first, second], lr=1.0), mt.average_params(), replicas=mt.Distributed()
+    )
+    (first if rank % 2 else second).grad = torch.ones(2)
+    optimizer.step()
+    assert first.tolist() == second.tolist() == [0.5, 0.5]
+
+    # Levels of a hierarchy.
+    world = mt.Distributed()
+    model = network(seed=rank)
+    optimizer = AveragingOptimizer(
+        torch.optim.SGD(model.parameters(), lr=0.1),
+        mt.hierarchical_sgd(mt.identity(), every={"node": 1, "world": 2}),
+        replicas={"node": world.groups(2), "world": world},
+    )
+    assert_equal(values(model), values(network(seed=0)))
+    spread = []
+    for step in range(2):
+        optimizer.zero_grad()
+        loss_of(model, 10 * rank + step).backward()
+        optimizer.step()
+        weight = mt.Distributed().gather(model[0].weight.detach())
+        spread.append([bool((weight[0] == weight[k]).all()) for k in range(4)])
+    assert spread == [[True, True, False, False], [True] * 4]
+
+
+def test_processes(gloo):
+    gloo.run(processes_body)
