@@ -41,7 +41,8 @@ def counter(params: Any, *, local: bool = False) -> Array:
 
 def increment(count: Array, counts: bool | Array = True) -> Array:
     """`count + 1` if this call counts, saturating at the largest int32."""
-    return count + ((count < LAST) & counts)
+    room = count < LAST
+    return count + (room if counts is True else room & counts)
 
 
 def select(predicate: Array, yes: Callable[[], Any], no: Callable[[], Any]) -> Any:

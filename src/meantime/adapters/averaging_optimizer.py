@@ -162,10 +162,12 @@ class AveragingOptimizer(Optimizer):
 
     @torch.no_grad()
     def _average(self, **extra: Any) -> None:
+        parameters = self._parameters()
         averaged, self.averager_state = self.averager.average(
-            self._parameters(), self.averager_state, replicas=self.replicas, donate=True, **extra
+            parameters, self.averager_state, replicas=self.replicas, donate=True, **extra
         )
-        self._write(averaged)
+        if averaged is not parameters:
+            self._write(averaged)
 
     @torch.no_grad()
     def _fresh_state(self) -> Any:

@@ -123,7 +123,7 @@ def periodic(
     ) -> tuple[Tree, PeriodicState]:
         count = increment(state.count, counts)
         scheduled = count >= state.due
-        due = scheduled | _flag(now)
+        due = scheduled if now is False else scheduled | _flag(now)
         inherited = {**extra, "now": now, "counts": scheduled, "step": count}
         arguments = pick(inner.average, inherited)
 
