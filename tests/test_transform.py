@@ -172,7 +172,7 @@ def test_typos(tx):
 
 def test_a_typo_lists_what_is_accepted():
     tx = mt.local_sgd(mt.sgd(0.1), every=2)
-    with pytest.raises(TypeError, match=r"named by members: weight\)"):
+    with pytest.raises(TypeError, match=r"named by members: counts, weight\)"):
         mt.step(tx, GRADS, PARAMS, tx.init(PARAMS), replicas=mt.Solo(), wieght=1.0)
 
 
