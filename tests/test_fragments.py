@@ -53,12 +53,6 @@ def test_fragments_are_of_similar_size_and_none_is_empty():
     assert cut(5, 5, 5, 5, count=2) == [0, 0, 1, 1]
     assert cut(100, 1, 1, 1, count=4) == [0, 1, 2, 3]
     assert cut(1, 1, 1, 100, count=2) == [0, 0, 0, 1]
-    tied = torch.zeros(5)
-    assert mt.fragments(2)({"in": tied, "mid": torch.zeros(5), "out": tied}) == {
-        "in": 0,
-        "mid": 1,
-        "out": 0,
-    }
 
 
 def test_partition_updates_each_part_with_its_own_rule():

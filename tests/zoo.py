@@ -61,6 +61,10 @@ ZOO: dict[str, Callable[[], mt.Transform]] = {
     ),
     "outer_sgd": lambda: mt.outer(mt.chain(mt.mean(), mt.sgd(1.0))),
     "outer_adam": lambda: mt.outer(mt.chain(mt.clip(1.0), mt.mean(), mt.adam(0.1))),
+    "partition": lambda: mt.partition(
+        {0: mt.sgd(0.1), 1: mt.periodic(mt.average_params(), every=2), 2: mt.adam(1e-2)},
+        lambda params: tree.map(lambda p: min(p.ndim, 2), params),
+    ),
     # recipes
     "local_sgd": lambda: mt.local_sgd(mt.sgd(0.1), every=2),
     "local_sgd_scheduled": lambda: mt.local_sgd(
@@ -78,6 +82,7 @@ ZOO: dict[str, Callable[[], mt.Transform]] = {
     "diloco_scheduled": lambda: mt.diloco(
         mt.sgd(0.1), every=3, learning_rate=linear(0.7, 0.3, steps=2), momentum=0.0
     ),
+    "streaming_diloco": lambda: mt.streaming_diloco(mt.sgd(0.1), every=2, fragments=1),
 }
 
 LEVELLED = {"warmup_mean_then", "alternate", "hierarchical_sgd"}
@@ -97,5 +102,12 @@ PLAIN = {
 }
 """Those that put the plain mean of all replicas in their place at `average(..., now=True)`."""
 
-AVERAGERS = PLAIN | {"outer_adam", "slowmo", "slowmo_scheduled", "diloco", "diloco_scheduled"}
+AVERAGERS = PLAIN | {
+    "outer_adam",
+    "slowmo",
+    "slowmo_scheduled",
+    "diloco",
+    "diloco_scheduled",
+    "streaming_diloco",
+}
 """Those that leave all replicas equal after `average(..., now=True)`."""

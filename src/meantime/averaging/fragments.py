@@ -106,8 +106,7 @@ def _only(leaves: list[Any], spec: Any, positions: list[int]) -> Tree:
 def fragments(count: int) -> Callable[[Tree], Tree]:
     """Labels 0, ..., count - 1 that cut the parameters into consecutive parts of similar size.
 
-    A function of the parameters for `partition`. A leaf that occurs twice (tied weights) gets
-    the label of its first occurrence.
+    A function of the parameters for `partition`.
 
     Raises:
         ValueError: `count` is below 1, or there are fewer leaves than fragments.
@@ -122,18 +121,18 @@ def fragments(count: int) -> Callable[[Tree], Tree]:
 
     def labels(params: Tree) -> Tree:
         leaves, spec = optree.tree_flatten(params)
-        sizes = {id(leaf): tree.nbytes(leaf) for leaf in leaves}
-        if len(sizes) < count:
-            raise ValueError(f"{len(sizes)} leaves cannot be cut into {count} fragments")
-        total = sum(sizes.values()) or 1
-        label: dict[int, int] = {}
-        before = 0
-        for left, (key, size) in zip(range(len(sizes), 0, -1), sizes.items(), strict=True):
-            # By where its middle lies, but so that no fragment stays empty.
+        if len(leaves) < count:
+            raise ValueError(f"{len(leaves)} leaves cannot be cut into {count} fragments")
+        sizes = [tree.nbytes(leaf) for leaf in leaves]
+        total = sum(sizes) or 1
+        cut: list[int] = []
+        before, last = 0, -1
+        for i, size in enumerate(sizes):
+            # By where its middle lies, in order, and so that no fragment stays empty.
             middle = (2 * before + size) * count // (2 * total)
-            last = max(label.values(), default=-1)
-            label[key] = min(max(middle, last, count - left), last + 1, count - 1)
+            last = min(max(middle, last, count - (len(sizes) - i)), last + 1, count - 1)
+            cut.append(last)
             before += size
-        return spec.unflatten([label[id(leaf)] for leaf in leaves])
+        return spec.unflatten(cut)
 
     return labels
