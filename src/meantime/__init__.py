@@ -3,6 +3,7 @@
 Each replica trains on its own in the meantime; then they take the mean.
 """
 
+from meantime import codecs as codecs
 from meantime import schedules as schedules
 from meantime import tree as tree
 from meantime.averaging import AlternateState as AlternateState
@@ -26,7 +27,12 @@ from meantime.averaging import slow_momentum as slow_momentum
 from meantime.averaging import slowmo as slowmo
 from meantime.averaging import streaming_diloco as streaming_diloco
 from meantime.averaging import warmup_mean as warmup_mean
+from meantime.codecs import Codec as Codec
+from meantime.codecs import ErrorFeedbackState as ErrorFeedbackState
+from meantime.codecs import error_feedback as error_feedback
 from meantime.gradients import value_and_grad as value_and_grad
+from meantime.keywords import forwards as forwards
+from meantime.keywords import pick as pick
 from meantime.optimizers import AdamState as AdamState
 from meantime.optimizers import ScheduleState as ScheduleState
 from meantime.optimizers import TraceState as TraceState
@@ -55,9 +61,7 @@ from meantime.transform import EmptyState as EmptyState
 from meantime.transform import Transform as Transform
 from meantime.transform import apply_updates as apply_updates
 from meantime.transform import chain as chain
-from meantime.transform import forwards as forwards
 from meantime.transform import identity as identity
 from meantime.transform import named_chain as named_chain
-from meantime.transform import pick as pick
 from meantime.transform import step as step
 from meantime.tree import leafwise as leafwise

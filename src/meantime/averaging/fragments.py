@@ -120,10 +120,9 @@ def fragments(count: int) -> Callable[[Tree], Tree]:
         raise ValueError(f"the number of fragments must be a positive integer, got {count!r}")
 
     def labels(params: Tree) -> Tree:
-        leaves, spec = optree.tree_flatten(params)
-        if len(leaves) < count:
-            raise ValueError(f"{len(leaves)} leaves cannot be cut into {count} fragments")
-        sizes = [tree.nbytes(leaf) for leaf in leaves]
+        sizes = [tree.nbytes(leaf) for leaf in tree.leaves(params)]
+        if len(sizes) < count:
+            raise ValueError(f"{len(sizes)} leaves cannot be cut into {count} fragments")
         total = sum(sizes) or 1
         cut: list[int] = []
         before, last = 0, -1
@@ -133,6 +132,7 @@ def fragments(count: int) -> Callable[[Tree], Tree]:
             last = min(max(middle, last, count - (len(sizes) - i)), last + 1, count - 1)
             cut.append(last)
             before += size
-        return spec.unflatten(cut)
+        in_order = iter(cut)
+        return tree.map(lambda _: next(in_order), params)
 
     return labels

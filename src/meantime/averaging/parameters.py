@@ -11,6 +11,8 @@ from typing import Any, NamedTuple
 
 from meantime import arrays
 from meantime.arrays import Array
+from meantime.codecs import Codec
+from meantime.codecs.base import check_codec
 from meantime.control import counter, select
 from meantime.replicas.base import Levels, Replicas, resolve
 from meantime.transform import Transform
@@ -30,14 +32,17 @@ def _guarded_mean(
     state: MeanState,
     weight: Array | None,
     donate: bool,
+    codec: Codec | None = None,
 ) -> tuple[Tree, MeanState]:
     """The mean of the finite messages; the fallback if none of them has a positive weight."""
     if not leaves(values):
         return values, state
     finite = all_finite(values)
     weight = arrays.where(finite, 1.0 if weight is None else weight * 1.0, 0.0)
-    # The mean weight goes along: without any positive weight it is not positive either.
-    mean, present = world.mean((values, weight), weight=weight, donate=donate)
+    # The mean weight goes along: without any positive weight it is not positive either. Only
+    # bools are sent as they are beside compressed values; of them the maximum is taken.
+    sent = weight if codec is None else weight > 0
+    mean, present = world.mean((values, sent), weight=weight, codec=codec, donate=donate)
     taken = select(present > 0, lambda: mean, lambda: fallback(mean))
     return taken, MeanState(state.rejected + ~finite)
 
@@ -90,10 +95,13 @@ def average_params(over: str | None = None) -> Transform:
     return Transform(init, average=average)
 
 
-def mean(over: str | None = None) -> Transform:
+def mean(over: str | None = None, codec: Codec | None = None) -> Transform:
     r"""Replace the updates by their mean over the replicas, at every call of `update`.
 
     .. math:: u_k \leftarrow \sum_j w_j u_j \Big/ \sum_j w_j
+
+    With a codec :math:`C` it is :math:`C(\sum_j w_j C(u_j) / \sum_j w_j)`, without the outer
+    :math:`C` if the codec is sparse. All floating leaves are compressed as one vector.
 
     The member of an update chain that communicates. On gradients it makes a data-parallel
     optimizer; inside `outer` it averages pseudo-gradients: what stands before it is local to
@@ -104,11 +112,13 @@ def mean(over: str | None = None) -> Transform:
 
     Args:
         over: the level of a hierarchy, where `replicas` is a mapping.
+        codec: how messages are compressed, such as `codecs.int8()`; not at all if None.
 
     `update` takes `weight`, this replica's weight.
 
     Raises:
-        TypeError: `update` is called without `replicas`, or they have no level `over`.
+        TypeError: `codec` is no codec; `update` is called without `replicas`, or they have no
+            level `over`.
 
     Example:
         >>> import torch, meantime as mt
@@ -119,6 +129,8 @@ def mean(over: str | None = None) -> Transform:
         >>> torch.func.vmap(local)(torch.tensor([1.0, 3.0]))
         tensor([-2., -2.])
     """
+    if codec is not None:
+        check_codec(codec, "mean")
 
     def init(params: Tree) -> MeanState:
         return MeanState(counter(params, local=True))
@@ -133,6 +145,6 @@ def mean(over: str | None = None) -> Transform:
         donate: bool = False,
     ) -> tuple[Tree, Any]:
         world = resolve(replicas, over, "mean")
-        return _guarded_mean(world, updates, zeros_like, state, weight, donate)
+        return _guarded_mean(world, updates, zeros_like, state, weight, donate, codec)
 
     return Transform(init, update)

@@ -7,6 +7,7 @@ from typing import Any, Protocol
 
 from meantime import arrays, tree
 from meantime.arrays import Array
+from meantime.codecs import Codec
 from meantime.tree import Tree
 
 
@@ -27,7 +28,14 @@ class Replicas(Protocol):
         """Which one this is, from 0."""
         ...
 
-    def mean(self, tree: Tree, *, weight: Array | None = None, donate: bool = False) -> Tree:
+    def mean(
+        self,
+        tree: Tree,
+        *,
+        weight: Array | None = None,
+        codec: Codec | None = None,
+        donate: bool = False,
+    ) -> Tree:
         r"""The mean over replicas, the same bits on all of them.
 
         .. math:: \bar x = \sum_k w_k x_k \Big/ \sum_k w_k
@@ -36,6 +44,13 @@ class Replicas(Protocol):
         0 takes no part, whatever its values. If all have weight 0 there is no mean: the result
         is NaN, or the tree itself where that was donated. Integers and bools are not averaged:
         they take the maximum.
+
+        With a codec :math:`C`, replicas send their values compressed:
+
+        .. math:: \bar x = C\Big(\sum_k w_k \, C(x_k) \Big/ \sum_k w_k\Big)
+
+        summed in float32, without the outer :math:`C` if the codec is sparse. All floating
+        leaves are compressed as one vector, in the order of optree; integers and bools are not.
         """
         ...
 

@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import itertools
 import operator
-from collections.abc import Iterator
 from typing import Any, NamedTuple
 
 import torch
@@ -19,13 +18,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from meantime import arrays
-
-
-class _Piece(NamedTuple):
-    """A stretch of one leaf."""
-
-    source: Tensor  # flat
-    target: Tensor  # flat; may be the source
+from meantime.replicas.pieces import Piece, copy_back, cut, split, whole
 
 
 class _Flight(NamedTuple):
@@ -33,7 +26,7 @@ class _Flight(NamedTuple):
 
     work: Any
     values: Tensor
-    pieces: list[_Piece]
+    pieces: list[Piece]
 
 
 class Buckets:
@@ -58,22 +51,22 @@ class Buckets:
         for i, x in enumerate(sources):
             kinds.setdefault((_message_dtype(x), x.device), []).append(i)
         for (dtype, _), members in kinds.items():
-            pieces = [_piece(sources[i], targets[i]) for i in members]
+            pieces = [whole(sources[i], targets[i]) for i in members]
             if dtype.is_floating_point:
                 self._mean(pieces, None if weight is None else float(weight), dtype, group)
             else:
                 self._maximum(pieces, dtype, group)
             for i, piece in zip(members, pieces, strict=True):
-                _copy_back(piece.target, targets[i])
+                copy_back(piece.target, targets[i])
 
     def _mean(
-        self, pieces: list[_Piece], weight: float | None, dtype: torch.dtype, group: Any
+        self, pieces: list[Piece], weight: float | None, dtype: torch.dtype, group: Any
     ) -> None:
         divisor = float(dist.get_world_size(group))
         if weight is not None:
             # A one before all values: weighted and summed, it is the total weight.
             one = torch.ones(1, dtype=dtype, device=pieces[0].source.device)
-            pieces = [_Piece(one, one), *pieces]
+            pieces = [Piece(one, one), *pieces]
         flights: list[_Flight] = []
         first = weight is not None
 
@@ -85,7 +78,7 @@ class Buckets:
                 divisor, first = float(flight.values[0]), False
             self._unpack(flight, divisor)
 
-        for message in self._messages(pieces, dtype):
+        for message in cut(pieces, self._capacity(dtype)):
             values = self._pack(message, weight, dtype)
             work = dist.all_reduce(values, group=group, async_op=True)
             flights.append(_Flight(work, values, message))
@@ -94,14 +87,14 @@ class Buckets:
         while flights:
             land()
 
-    def _pack(self, message: list[_Piece], weight: float | None, dtype: torch.dtype) -> Tensor:
+    def _pack(self, message: list[Piece], weight: float | None, dtype: torch.dtype) -> Tensor:
         target = message[0].target
         # A replica of weight 0 must keep what it has until it knows that another one has not.
         if len(message) == 1 and target.dtype == dtype and weight != 0:
             values = target.copy_(message[0].source)
         else:
             values = self._take(message, dtype)
-            torch._foreach_copy_(_split(values, message), [piece.source for piece in message])
+            torch._foreach_copy_(split(values, message), [piece.source for piece in message])
         if weight == 0:  # multiplying would let a NaN through
             return values.zero_()
         return values if weight is None or weight == 1 else values.mul_(weight)
@@ -110,47 +103,27 @@ class Buckets:
         values, pieces = flight.values.div_(divisor), flight.pieces
         if values.data_ptr() == pieces[0].target.data_ptr():
             return
-        parts = _split(values, pieces)
+        parts = split(values, pieces)
         if divisor == 0:
             # Without any weight there is no mean, and what was donated stays.
-            kept = [source.data_ptr() == target.data_ptr() for source, target in pieces]
+            kept = [piece.donated for piece in pieces]
             pieces = list(itertools.compress(pieces, map(operator.not_, kept)))
             parts = list(itertools.compress(parts, map(operator.not_, kept)))
         if pieces:
             torch._foreach_copy_([piece.target for piece in pieces], parts)
         self._give_back(values)
 
-    def _maximum(self, pieces: list[_Piece], dtype: torch.dtype, group: Any) -> None:
-        for message in self._messages(pieces, dtype):
+    def _maximum(self, pieces: list[Piece], dtype: torch.dtype, group: Any) -> None:
+        for message in cut(pieces, self._capacity(dtype)):
             values = torch.cat([piece.source.to(dtype) for piece in message])
             dist.all_reduce(values, op=dist.ReduceOp.MAX, group=group)
-            for piece, part in zip(message, _split(values, message), strict=True):
+            for piece, part in zip(message, split(values, message), strict=True):
                 piece.target.copy_(part)
 
-    def _messages(self, pieces: list[_Piece], dtype: torch.dtype) -> Iterator[list[_Piece]]:
-        """Cut the pieces into messages."""
-        capacity = max(1, self.size // dtype.itemsize)
-        message: list[_Piece] = []
-        room = capacity
-        for source, target in pieces:
-            start = 0
-            while start < source.numel():
-                end = min(start + room, source.numel())
-                whole = end - start == source.numel()
-                message.append(
-                    _Piece(source, target)
-                    if whole
-                    else _Piece(source[start:end], target[start:end])
-                )
-                room -= end - start
-                start = end
-                if room == 0:
-                    yield message
-                    message, room = [], capacity
-        if message:
-            yield message
+    def _capacity(self, dtype: torch.dtype) -> int:
+        return max(1, self.size // dtype.itemsize)
 
-    def _take(self, message: list[_Piece], dtype: torch.dtype) -> Tensor:
+    def _take(self, message: list[Piece], dtype: torch.dtype) -> Tensor:
         """A bucket that holds the message."""
         length = sum(piece.source.numel() for piece in message)
         device = message[0].source.device
@@ -168,10 +141,6 @@ class Buckets:
         del spare[:-2]
 
 
-def _split(values: Tensor, pieces: list[_Piece]) -> list[Tensor]:
-    return list(values.split([piece.target.numel() for piece in pieces]))
-
-
 def _message_dtype(x: Tensor) -> torch.dtype:
     """What the values travel and are accumulated as."""
     if x.is_complex():
@@ -180,21 +149,3 @@ def _message_dtype(x: Tensor) -> torch.dtype:
         dtype: torch.dtype = arrays.wide_dtype(x)
         return dtype
     return torch.uint8 if x.dtype == torch.bool else x.dtype
-
-
-def _real(x: Tensor) -> Tensor:
-    return torch.view_as_real(x) if x.is_complex() else x
-
-
-def _piece(source: Tensor, target: Tensor) -> _Piece:
-    """The whole of a leaf, flat; a target that has no flat view is written to afterwards."""
-    flat = _real(source).contiguous().view(-1)
-    if source is target:  # donated; of a leaf that is not contiguous the copy stands for both
-        return _Piece(flat, flat)
-    real = _real(target)
-    return _Piece(flat, real.view(-1) if real.is_contiguous() else torch.empty_like(flat))
-
-
-def _copy_back(flat: Tensor, x: Tensor) -> None:
-    if flat.data_ptr() != x.data_ptr():
-        _real(x).copy_(flat.view(_real(x).shape))

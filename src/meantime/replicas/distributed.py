@@ -12,8 +12,11 @@ from torch import Tensor
 
 from meantime import tree
 from meantime.arrays import Array
+from meantime.codecs import Codec
+from meantime.codecs.layout import local
 from meantime.replicas.base import check_groups
 from meantime.replicas.buckets import Buckets
+from meantime.replicas.compressed import compressed_mean
 from meantime.tree import Tree
 
 
@@ -30,9 +33,9 @@ class Distributed:
             so a `Distributed()` may be made before `init_process_group`.
         bucket_bytes: the size of a message.
 
-    The first mean compares a fingerprint of the tree on all processes: replicas with different
-    parameters raise `ValueError` on every rank, where the first difference is named, instead of
-    hanging. Results carry no gradient.
+    The first collective compares a fingerprint of its tree on all processes: replicas with
+    different parameters raise `ValueError` on every rank, where the first difference is named,
+    instead of hanging. Results carry no gradient.
 
     Raises:
         RuntimeError: `torch.distributed` is not initialised, or this process is not in the group.
@@ -92,18 +95,29 @@ class Distributed:
         return Distributed(groups[self.rank // size], bucket_bytes=self._buckets.size)
 
     @torch.no_grad()
-    def mean(self, tree: Tree, *, weight: Array | None = None, donate: bool = False) -> Tree:
+    def mean(
+        self,
+        tree: Tree,
+        *,
+        weight: Array | None = None,
+        codec: Codec | None = None,
+        donate: bool = False,
+    ) -> Tree:
         leaves, spec = optree.tree_flatten(tree)
         self._agree(leaves, tree)
         results = [x if donate else torch.empty_like(x) for x in leaves]
-        local = [_local(x) for x in leaves]
-        written = local if donate else [_local(x) for x in results]
-        self._buckets.mean(local, written, weight, self.group)
+        sources = [local(x) for x in leaves]
+        targets = sources if donate else [local(x) for x in results]
+        if codec is None:
+            self._buckets.mean(sources, targets, weight, self.group)
+        else:
+            compressed_mean(sources, targets, weight, self.group, codec, self._buckets)
         return spec.unflatten(results)
 
     @torch.no_grad()
     def gather(self, tree: Tree) -> Tree:
         leaves, spec = optree.tree_flatten(tree)
+        self._agree(leaves, tree)
         message = _pack(leaves)
         everyone = message.new_empty(self.size, message.numel())
         dist.all_gather(list(everyone), message, group=self.group)
@@ -113,6 +127,7 @@ class Distributed:
     @torch.no_grad()
     def shift(self, tree: Tree, by: int) -> Tree:
         leaves, spec = optree.tree_flatten(tree)
+        self._agree(leaves, tree)
         if by % self.size == 0:
             return tree
         message = _pack(leaves)
@@ -132,12 +147,13 @@ class Distributed:
     @torch.no_grad()
     def broadcast(self, tree: Tree, root: int = 0) -> Tree:
         leaves, spec = optree.tree_flatten(tree)
+        self._agree(leaves, tree)
         message = _pack(leaves)
         dist.broadcast(message, group=self.group, group_src=root)
         return spec.unflatten(_unpack(message, leaves))
 
     def _agree(self, leaves: list[Tensor], values: Tree) -> None:
-        """Compare what is about to be averaged on all processes, once."""
+        """Compare what is about to be exchanged on all processes, once."""
         if self._agreed:
             return
         lines = [
@@ -165,16 +181,11 @@ def _difference(trees: list[list[str]]) -> str:
     return "replicas hold different trees"  # unreachable: their fingerprints differ
 
 
-def _local(x: Tensor) -> Tensor:
-    """The shard of a DTensor that this process holds; any other tensor itself."""
-    return x.to_local() if hasattr(x, "to_local") else x
-
-
 def _pack(leaves: list[Tensor]) -> Tensor:
     """The bytes of all leaves in one buffer."""
     if not leaves:
         return torch.empty(0, dtype=torch.uint8)
-    flat = [_local(x).contiguous().reshape(-1).view(torch.uint8) for x in leaves]
+    flat = [local(x).contiguous().reshape(-1).view(torch.uint8) for x in leaves]
     return torch.cat(flat)
 
 
@@ -184,9 +195,9 @@ def _unpack(message: Tensor, leaves: list[Tensor]) -> list[Tensor]:
     offset = 0
     for leaf in leaves:
         result = torch.empty_like(leaf, memory_format=torch.contiguous_format)
-        local = _local(result)
-        size = local.numel() * local.element_size()
-        local.reshape(-1).view(torch.uint8).copy_(message[offset : offset + size])
+        shard = local(result)
+        size = shard.numel() * shard.element_size()
+        shard.reshape(-1).view(torch.uint8).copy_(message[offset : offset + size])
         results.append(result)
         offset += size
     return results

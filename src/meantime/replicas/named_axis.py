@@ -6,7 +6,9 @@ from typing import Any
 
 from meantime import tree
 from meantime.arrays import Array
+from meantime.codecs import Codec
 from meantime.replicas.base import check_groups, mean_by_sums
+from meantime.replicas.messages import mean_of_trees
 from meantime.tree import Tree
 
 
@@ -51,29 +53,20 @@ class NamedAxis:
 
         return jax.lax.axis_index(self.name) % self.size
 
-    def mean(self, tree: Tree, *, weight: Array | None = None, donate: bool = False) -> Tree:
-        import jax
-
-        if self._group is not None:
-            return mean_by_sums(
-                tree,
-                weight,
-                self.size,
-                lambda x: self._gathered(x).sum(0),
-                lambda x: self._gathered(x).max(0),
+    def mean(
+        self,
+        tree: Tree,
+        *,
+        weight: Array | None = None,
+        codec: Codec | None = None,
+        donate: bool = False,
+    ) -> Tree:
+        if codec is not None:
+            exchange = self._exchanged if self._group is None else None
+            return mean_of_trees(
+                tree, weight, codec, self.size, self._gathered, self._max, exchange
             )
-        return mean_by_sums(
-            tree,
-            weight,
-            self.size,
-            lambda x: jax.lax.psum(x, self.name),
-            # bool has no maximum in a collective
-            lambda x: (
-                jax.lax.pmax(x.astype("int32"), self.name).astype(x.dtype)
-                if x.dtype == bool
-                else jax.lax.pmax(x, self.name)
-            ),
-        )
+        return mean_by_sums(tree, weight, self.size, self._sum, self._max)
 
     def gather(self, values: Tree) -> Tree:
         return tree.map(self._gathered, values)
@@ -92,6 +85,25 @@ class NamedAxis:
         import jax
 
         return int(jax.lax.axis_size(self.name))
+
+    def _sum(self, x: Any) -> Any:
+        import jax
+
+        return jax.lax.psum(x, self.name) if self._group is None else self._gathered(x).sum(0)
+
+    def _max(self, x: Any) -> Any:
+        import jax
+
+        if self._group is not None:
+            return self._gathered(x).max(0)
+        if x.dtype == bool:  # has no maximum in a collective
+            return jax.lax.pmax(x.astype("int32"), self.name).astype(x.dtype)
+        return jax.lax.pmax(x, self.name)
+
+    def _exchanged(self, rows: Any) -> Any:
+        import jax
+
+        return jax.lax.all_to_all(rows, self.name, 0, 0)
 
     def _gathered(self, x: Any) -> Any:
         import jax

@@ -7,8 +7,10 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from meantime.arrays import Array
+from meantime.codecs import Codec
+from meantime.codecs.layout import nbytes
 from meantime.replicas.base import Replicas
-from meantime.tree import Tree, nbytes
+from meantime.tree import Tree
 
 
 @dataclass
@@ -17,7 +19,8 @@ class Recorded:
 
     Attributes:
         replicas: who does the work.
-        calls: the collectives in order, as (name, bytes of this replica's message).
+        calls: the collectives in order, as (name, bytes of this replica's message); the bytes
+            are those of the compressed message where there is a codec.
         seconds: time spent in them on this replica, waiting for slower ones included.
 
     Only what is executed is recorded: under `vmap` both branches of a conditional are.
@@ -51,8 +54,15 @@ class Recorded:
         """The bytes of all messages this replica contributed to a collective."""
         return sum(size for _, size in self.calls)
 
-    def mean(self, tree: Tree, *, weight: Array | None = None, donate: bool = False) -> Tree:
-        return self._record("mean", tree, weight=weight, donate=donate)
+    def mean(
+        self,
+        tree: Tree,
+        *,
+        weight: Array | None = None,
+        codec: Codec | None = None,
+        donate: bool = False,
+    ) -> Tree:
+        return self._record("mean", tree, weight=weight, codec=codec, donate=donate)
 
     def gather(self, tree: Tree) -> Tree:
         return self._record("gather", tree)
@@ -68,7 +78,7 @@ class Recorded:
         return Recorded(self.replicas.groups(size))
 
     def _record(self, name: str, tree: Tree, *arguments: Any, **options: Any) -> Tree:
-        self.calls.append((name, nbytes(tree)))
+        self.calls.append((name, nbytes(tree, options.get("codec"))))
         start = time.perf_counter()
         try:
             return getattr(self.replicas, name)(tree, *arguments, **options)

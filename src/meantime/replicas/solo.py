@@ -6,12 +6,14 @@ import math
 
 from meantime import arrays, tree
 from meantime.arrays import Array
+from meantime.codecs import Codec
+from meantime.codecs.layout import decoded
 from meantime.replicas.base import check_groups
 from meantime.tree import Tree
 
 
 class Solo:
-    """A world of one replica, whose mean is itself, bit for bit.
+    """A world of one replica, whose mean is itself, bit for bit; with a codec, what arrives.
 
     Example:
         >>> import torch, meantime as mt
@@ -22,10 +24,17 @@ class Solo:
     size = 1
     rank = 0
 
-    def mean(self, tree: Tree, *, weight: Array | None = None, donate: bool = False) -> Tree:
-        if weight is None:
-            return tree
-        return _scaled_by_nothing(tree, weight)
+    def mean(
+        self,
+        tree: Tree,
+        *,
+        weight: Array | None = None,
+        codec: Codec | None = None,
+        donate: bool = False,
+    ) -> Tree:
+        if codec is not None:
+            tree = decoded(codec, tree)
+        return tree if weight is None else _scaled_by_nothing(tree, weight)
 
     def gather(self, values: Tree) -> Tree:
         return tree.map(lambda x: x[None], values)
@@ -50,6 +59,8 @@ def _scaled_by_nothing(values: Tree, weight: Array) -> Tree:
     """The values themselves, or NaN where the only replica has weight 0."""
 
     def one(x: Array) -> Array:
-        return arrays.where(weight > 0, x, x * math.nan) if arrays.is_inexact(x) else x
+        if not arrays.is_inexact(x):
+            return x
+        return arrays.where(weight > 0, x, arrays.namespace(x).full_like(x, math.nan))
 
     return tree.map(one, values)

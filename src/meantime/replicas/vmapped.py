@@ -12,7 +12,9 @@ from torch import Tensor
 
 from meantime import tree
 from meantime.arrays import Array
+from meantime.codecs import Codec
 from meantime.replicas.base import check_groups, mean_by_sums
+from meantime.replicas.messages import mean_of_trees
 from meantime.tree import Tree
 
 
@@ -57,14 +59,20 @@ class Vmapped:
     def rank(self) -> Tensor:
         return self._axis() % self.size
 
-    def mean(self, tree: Tree, *, weight: Array | None = None, donate: bool = False) -> Tree:
-        return mean_by_sums(
-            tree,
-            weight,
-            self.size,
-            lambda x: self._exchange("sum", x),
-            lambda x: self._gathered(x).amax(0),
-        )
+    def mean(
+        self,
+        tree: Tree,
+        *,
+        weight: Array | None = None,
+        codec: Codec | None = None,
+        donate: bool = False,
+    ) -> Tree:
+        def all_max(x: Tensor) -> Tensor:
+            return self._gathered(x).amax(0)
+
+        if codec is not None:
+            return mean_of_trees(tree, weight, codec, self.size, self._gathered, all_max)
+        return mean_by_sums(tree, weight, self.size, lambda x: self._exchange("sum", x), all_max)
 
     def gather(self, values: Tree) -> Tree:
         return tree.map(self._gathered, values)
