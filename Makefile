@@ -51,7 +51,7 @@ examples: $(DEV) ## run every file of examples/
 	done
 
 clean: ## remove caches, builds and demo outputs; the environment stays
-	rm -rf build dist docs/_build .pytest_cache .mypy_cache .ruff_cache .hypothesis meantime-demo*
+	rm -rf build dist docs/_build .pytest_cache .mypy_cache .ruff_cache .hypothesis meantime-demo* meantime-bench*
 	find src tests property_tests examples docs -name __pycache__ -prune -exec rm -rf {} +
 
 $(DEMO): pyproject.toml constraints.txt | $(BIN)/pip

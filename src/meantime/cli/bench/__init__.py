@@ -4,6 +4,7 @@ import typer
 
 from meantime.cli.bench.average import average
 from meantime.cli.bench.loop import loop
+from meantime.cli.bench.network import network
 from meantime.cli.bench.simulate import simulate
 from meantime.cli.bench.step import step
 
@@ -12,3 +13,4 @@ app.command()(step)
 app.command()(average)
 app.command()(loop)
 app.command()(simulate)
+app.command()(network)

@@ -90,7 +90,10 @@ def report(title: str, timings: Mapping[str, Timing], moved_bytes: int | None = 
         if moved_bytes is not None:
             cells.append(f"{moved_bytes / timing.median / 1e9:.1f}")
         table.add_row(name, *cells)
-    Console().print(table)
+    console = Console()
+    if not console.is_terminal:
+        console.width = 110  # a file has no width
+    console.print(table)
 
 
 def write_json(path: Path, results: Mapping[str, Mapping[str, Timing]]) -> None:
