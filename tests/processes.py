@@ -18,7 +18,7 @@ import pickle
 import tempfile
 import time
 import traceback
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from multiprocessing.connection import Connection, wait
 from pathlib import Path
 from typing import Any
@@ -154,3 +154,11 @@ def _work(rank: int, world: int, pipe: Connection) -> None:
         except BaseException:
             answer = pickle.dumps((False, traceback.format_exc()))
         pipe.send_bytes(answer)
+
+
+def worlds_of_2_3_4() -> Iterator[tuple[int, dist.ProcessGroup]]:
+    """In a job of four: the first 2, 3 and 4 processes; this one's groups only."""
+    for size in (2, 3, 4):
+        group = dist.new_group(list(range(size)))
+        if dist.get_rank() < size:
+            yield size, group

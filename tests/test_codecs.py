@@ -19,6 +19,7 @@ from torch.distributed.tensor import DTensor, Shard
 import meantime as mt
 from meantime import codecs
 from meantime.testing import check_averager, check_transform
+from tests.processes import worlds_of_2_3_4
 
 K = 4
 
@@ -364,18 +365,10 @@ def test_the_guard_of_the_mean_is_not_compressed():
 # --- processes -------------------------------------------------------------------------------
 
 
-def worlds():
-    """The first 2, 3 and 4 processes; this one's groups only."""
-    for size in (2, 3, 4):
-        group = dist.new_group(list(range(size)))
-        if dist.get_rank() < size:
-            yield size, group
-
-
 def mean_body():
     """The same numbers, however the vector is cut."""
     rank = dist.get_rank()
-    for size, group in worlds():
+    for size, group in worlds_of_2_3_4():
         for codec, reference in CODECS.values():
             for weights in WEIGHTS if size == K else WEIGHTS[::2]:
                 weights = (weights or (1,) * K)[:size]

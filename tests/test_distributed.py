@@ -13,7 +13,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Replicate, Shard
 
 import meantime as mt
-from tests.processes import run
+from tests.processes import run, worlds_of_2_3_4
 
 
 class Pair(NamedTuple):
@@ -101,14 +101,6 @@ def raises(kind, function, *arguments, **options) -> str:
     except kind as error:
         return str(error)
     raise AssertionError(f"no {kind.__name__} raised")
-
-
-def worlds_of_2_3_4():
-    """The first 2, 3 and 4 processes; this one's groups only."""
-    for size in (2, 3, 4):
-        group = dist.new_group(list(range(size)))
-        if dist.get_rank() < size:
-            yield size, group
 
 
 # --- the mean --------------------------------------------------------------------------------

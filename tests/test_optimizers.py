@@ -273,11 +273,14 @@ HYPERPARAMETERS = {
     "adamw.eps": (lambda v: mt.adamw(0.1, eps=v), 1e-3),
     "add_decayed_weights": (mt.add_decayed_weights, 0.1),
     "scale_by_learning_rate": (mt.scale_by_learning_rate, 0.1),
-}
-ARRAYS_ONLY = {
     "scale": (mt.scale, -0.3),
     "clip": (mt.clip, 0.3),
     "clip_by_global_norm": (mt.clip_by_global_norm, 0.5),
+    "slow_momentum.momentum": (lambda v: mt.slow_momentum(0.1, momentum=v), 0.6),
+    "slow_momentum.slow_learning_rate": (
+        lambda v: mt.slow_momentum(0.1, slow_learning_rate=v),
+        0.7,
+    ),
 }
 
 
@@ -290,16 +293,18 @@ def five_updates(tx, params, grads):
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("name", [*HYPERPARAMETERS, *ARRAYS_ONLY])
+@pytest.mark.parametrize("name", HYPERPARAMETERS)
 def test_hyperparameters_of_torch(name, dtype):
-    make, value = (HYPERPARAMETERS | ARRAYS_ONLY)[name]
+    make, value = HYPERPARAMETERS[name]
     dtype = DTYPES[dtype]
     params, grads = tensors(start(), dtype), [tensors(g, dtype) for g in gradients()[:5]]
     expected = five_updates(make(value), params, grads)
     array = torch.tensor(value, dtype=torch.float64)
-    forms = {"0-d": array}
-    if name in HYPERPARAMETERS:
-        forms |= {"schedule": lambda step: value, "schedule of 0-d": lambda step: array}
+    forms = {
+        "0-d": array,
+        "schedule": lambda step: value,
+        "schedule of 0-d": lambda step: array,
+    }
     for form, hyperparameter in forms.items():
         actual = five_updates(make(hyperparameter), params, grads)
         torch.testing.assert_close(
@@ -311,21 +316,20 @@ def test_hyperparameters_of_torch(name, dtype):
         )
 
 
-@pytest.mark.parametrize("name", [*HYPERPARAMETERS, *ARRAYS_ONLY])
+@pytest.mark.parametrize("name", HYPERPARAMETERS)
 def test_hyperparameters_of_jax(name, x64):
     import jax
     import jax.numpy as jnp
 
-    make, value = (HYPERPARAMETERS | ARRAYS_ONLY)[name]
+    make, value = HYPERPARAMETERS[name]
     params = jax.tree.map(jnp.asarray, start())
     grads = [jax.tree.map(jnp.asarray, g) for g in gradients()[:5]]
     expected = five_updates(make(value), params, grads)
     # under jit the 0-d array is an argument
     actual = jax.jit(lambda v: five_updates(make(v), params, grads))(jnp.asarray(value))
     jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-13), actual, expected)
-    if name in HYPERPARAMETERS:
-        actual = five_updates(make(lambda step: jnp.asarray(value) + 0 * step), params, grads)
-        jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-13), actual, expected)
+    actual = five_updates(make(lambda step: jnp.asarray(value) + 0 * step), params, grads)
+    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-13), actual, expected)
 
 
 @pytest.mark.parametrize("name", HYPERPARAMETERS)

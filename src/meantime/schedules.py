@@ -24,6 +24,11 @@ def value_at(hyperparameter: Hyperparameter, step: Array) -> Array:
     return hyperparameter(arrays.precise(step)) if callable(hyperparameter) else hyperparameter
 
 
+def is_zero(hyperparameter: Hyperparameter) -> bool:
+    """Whether a hyperparameter is the number 0, so that what it scales can be left out."""
+    return isinstance(hyperparameter, (int, float)) and hyperparameter == 0
+
+
 def check(name: str, value: Hyperparameter, low: float, high: float = math.inf) -> None:
     """Refuse a number outside [low, high]; arrays and schedules are taken on trust.
 

@@ -18,7 +18,7 @@ from meantime.averaging.periodic import alternate, periodic
 from meantime.averaging.slow_momentum import slow_momentum
 from meantime.averaging.warmup import warmup_mean
 from meantime.optimizers import sgd
-from meantime.schedules import Hyperparameter, Schedule
+from meantime.schedules import Hyperparameter, Schedule, is_zero
 from meantime.transform import Transform, chain
 
 
@@ -119,8 +119,8 @@ def slowmo(
     learning_rate: Hyperparameter,
     every: int | Schedule = 12,
     *,
-    momentum: float = 0.5,
-    slow_learning_rate: float = 1.0,
+    momentum: Hyperparameter = 0.5,
+    slow_learning_rate: Hyperparameter = 1.0,
     over: str | None = None,
     last: int | None = None,
 ) -> Transform:
@@ -154,7 +154,7 @@ def diloco(
     every: int | Schedule = 500,
     *,
     learning_rate: Hyperparameter = 0.7,
-    momentum: float = 0.9,
+    momentum: Hyperparameter = 0.9,
     over: str | None = None,
     last: int | None = None,
 ) -> Transform:
@@ -189,7 +189,7 @@ def streaming_diloco(
     fragments: int = 4,
     *,
     learning_rate: Hyperparameter = 0.7,
-    momentum: float = 0.9,
+    momentum: Hyperparameter = 0.9,
     over: str | None = None,
     last: int | None = None,
 ) -> Transform:
@@ -227,5 +227,7 @@ def streaming_diloco(
     return chain(inner, partition(members, labels))
 
 
-def _nesterov_outer(learning_rate: Hyperparameter, momentum: float, over: str | None) -> Transform:
-    return outer(chain(mean(over), sgd(learning_rate, momentum, nesterov=momentum != 0)))
+def _nesterov_outer(
+    learning_rate: Hyperparameter, momentum: Hyperparameter, over: str | None
+) -> Transform:
+    return outer(chain(mean(over), sgd(learning_rate, momentum, nesterov=not is_zero(momentum))))

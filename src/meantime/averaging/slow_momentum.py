@@ -5,15 +5,16 @@ from __future__ import annotations
 from typing import NamedTuple
 
 from meantime.arrays import Array
-from meantime.control import is_concrete
+from meantime.control import counter, increment, is_concrete
 from meantime.schedules import Hyperparameter, check, value_at
 from meantime.transform import Transform
 from meantime.tree import Tree, leafwise, zeros_like
 
 
 class SlowMomentumState(NamedTuple):
-    """The slow momentum buffer, shaped like the parameters."""
+    """Synchronisations made (0-d int32), and the momentum buffer, shaped like the parameters."""
 
+    count: Array
     momentum: Tree
 
 
@@ -29,8 +30,8 @@ def _descend(u: Array, rate: Array) -> Array:
 
 def slow_momentum(
     fast_learning_rate: Hyperparameter,
-    momentum: float = 0.5,
-    slow_learning_rate: float = 1.0,
+    momentum: Hyperparameter = 0.5,
+    slow_learning_rate: Hyperparameter = 1.0,
 ) -> Transform:
     r"""Momentum on pseudo-gradients, measured in units of the inner learning rate.
 
@@ -44,7 +45,7 @@ def slow_momentum(
             is read at the number of local steps made before the last one (the rate that step
             used). `periodic` passes the number of local steps as `step`.
         momentum: :math:`\beta`, in [0, 1].
-        slow_learning_rate: :math:`\alpha`.
+        slow_learning_rate: :math:`\alpha`. Schedules of these two count synchronisations.
 
     Raises:
         ValueError: :math:`\eta` is not positive (a schedule: at the synchronisation, where the
@@ -66,7 +67,7 @@ def slow_momentum(
     check("slow_learning_rate", slow_learning_rate, 0)
 
     def init(params: Tree) -> SlowMomentumState:
-        return SlowMomentumState(zeros_like(params))
+        return SlowMomentumState(counter(params), zeros_like(params))
 
     def update(
         updates: Tree,
@@ -86,7 +87,8 @@ def slow_momentum(
                 f"slow_momentum divides by the inner learning rate, which is {fast!r} at this "
                 "synchronisation: keep it positive"
             )
-        u = _momentum(updates, state.momentum, momentum, fast)
-        return _descend(u, slow_learning_rate * fast), SlowMomentumState(u)
+        u = _momentum(updates, state.momentum, value_at(momentum, state.count), fast)
+        slow = value_at(slow_learning_rate, state.count)
+        return _descend(u, slow * fast), SlowMomentumState(increment(state.count), u)
 
     return Transform(init, update)

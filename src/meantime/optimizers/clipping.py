@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 from meantime import arrays
 from meantime.arrays import Array
-from meantime.transform import EmptyState, Transform
+from meantime.optimizers.scaling import with_hyperparameter
+from meantime.schedules import Hyperparameter, check, is_zero
+from meantime.transform import Transform
 from meantime.tree import Tree, global_norm, leafwise
 
 
@@ -21,8 +21,11 @@ def _shrink(updates: Array, norm: Array, bound: Array) -> Array:
     return arrays.where(norm > bound, updates / norm * bound, updates)
 
 
-def clip(max_value: float | Array) -> Transform:
+def clip(max_value: Hyperparameter) -> Transform:
     r"""Bound every element: :math:`u \leftarrow \min(\max(u, -c), c)`.
+
+    Args:
+        max_value: :math:`c`, a number or a schedule of the number of updates.
 
     Raises:
         ValueError: `max_value` is not positive.
@@ -34,17 +37,16 @@ def clip(max_value: float | Array) -> Transform:
         tensor([-1.0000,  0.5000])
     """
     _check_positive("max_value", max_value)
-
-    def update(updates: Tree, state: Any, params: Tree = None) -> tuple[Tree, Any]:
-        return _clamp(updates, max_value), state
-
-    return Transform(lambda params: EmptyState(), update)
+    return with_hyperparameter(_clamp, max_value)
 
 
-def clip_by_global_norm(max_norm: float | Array) -> Transform:
+def clip_by_global_norm(max_norm: Hyperparameter) -> Transform:
     r"""Bound the norm over all leaves: :math:`u \leftarrow u \min(1, c / \lVert u \rVert_2)`.
 
     Updates within the bound pass bit for bit. The norm is taken at least in float32.
+
+    Args:
+        max_norm: :math:`c`, a number or a schedule of the number of updates.
 
     Pascanu, Mikolov & Bengio 2013 (https://arxiv.org/abs/1211.5063), algorithm 1.
 
@@ -59,12 +61,13 @@ def clip_by_global_norm(max_norm: float | Array) -> Transform:
     """
     _check_positive("max_norm", max_norm)
 
-    def update(updates: Tree, state: Any, params: Tree = None) -> tuple[Tree, Any]:
-        return _shrink(updates, global_norm(updates), max_norm), state
+    def shrink(updates: Tree, bound: Array) -> Tree:
+        return _shrink(updates, global_norm(updates), bound)
 
-    return Transform(lambda params: EmptyState(), update)
+    return with_hyperparameter(shrink, max_norm)
 
 
-def _check_positive(name: str, value: Any) -> None:
-    if not arrays.is_array(value) and not value > 0:
+def _check_positive(name: str, value: Hyperparameter) -> None:
+    check(name, value, 0)
+    if is_zero(value):
         raise ValueError(f"{name} must be positive, got {value!r}")

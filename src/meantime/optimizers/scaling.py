@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 from meantime.arrays import Array
@@ -22,8 +23,28 @@ def _scale(updates: Array, factor: Array) -> Array:
     return factor * updates
 
 
-def scale(factor: float | Array) -> Transform:
-    r"""Multiply by a constant: :math:`u \leftarrow c\,u`.
+def with_hyperparameter(
+    rule: Callable[[Tree, Array], Tree], hyperparameter: Hyperparameter
+) -> Transform:
+    """The transform `rule(updates, value)`; updates are counted only to read a schedule."""
+    if not callable(hyperparameter):
+
+        def constant(updates: Tree, state: Any, params: Tree = None) -> tuple[Tree, Any]:
+            return rule(updates, hyperparameter), state
+
+        return Transform(lambda params: EmptyState(), constant)
+
+    def scheduled(
+        updates: Tree, state: ScheduleState, params: Tree = None
+    ) -> tuple[Tree, ScheduleState]:
+        updates = rule(updates, value_at(hyperparameter, state.count))
+        return updates, ScheduleState(increment(state.count))
+
+    return Transform(lambda params: ScheduleState(counter(params)), scheduled)
+
+
+def scale(factor: Hyperparameter) -> Transform:
+    r"""Multiply by a constant, or by a schedule: :math:`u \leftarrow c\,u`.
 
     Example:
         >>> import torch
@@ -31,11 +52,7 @@ def scale(factor: float | Array) -> Transform:
         >>> tx.update(torch.ones(2), tx.init(torch.ones(2)))[0]
         tensor([-0.5000, -0.5000])
     """
-
-    def update(updates: Tree, state: Any, params: Tree = None) -> tuple[Tree, Any]:
-        return _scale(updates, factor), state
-
-    return Transform(lambda params: EmptyState(), update)
+    return with_hyperparameter(_scale, factor)
 
 
 def scale_by_schedule(schedule: Schedule) -> Transform:
@@ -51,16 +68,7 @@ def scale_by_schedule(schedule: Schedule) -> Transform:
         >>> tx.update(torch.ones(1), state)[0]
         tensor([0.7500])
     """
-
-    def init(params: Tree) -> ScheduleState:
-        return ScheduleState(counter(params))
-
-    def update(
-        updates: Tree, state: ScheduleState, params: Tree = None
-    ) -> tuple[Tree, ScheduleState]:
-        return _scale(updates, schedule(state.count)), ScheduleState(increment(state.count))
-
-    return Transform(init, update)
+    return with_hyperparameter(_scale, schedule)
 
 
 def scale_by_learning_rate(learning_rate: Hyperparameter) -> Transform:

@@ -13,7 +13,7 @@ from meantime.control import counter, increment
 from meantime.optimizers.decay import add_decayed_weights
 from meantime.optimizers.fused import with_kernel
 from meantime.optimizers.scaling import scale_by_learning_rate
-from meantime.schedules import Hyperparameter, check, value_at
+from meantime.schedules import Hyperparameter, check, is_zero, value_at
 from meantime.transform import Transform, chain
 from meantime.tree import Tree, leafwise, zeros_like
 
@@ -66,7 +66,7 @@ def trace(
         tensor([1.9000])
     """
     check("decay", decay, 0, 1)
-    undampened = isinstance(dampening, (int, float)) and dampening == 0
+    undampened = is_zero(dampening)
     if nesterov and not undampened:
         raise ValueError(f"Nesterov momentum needs dampening=0, got {dampening!r}")
 
@@ -118,12 +118,12 @@ def sgd(
         >>> updates
         tensor([-0.1900])
     """
-    plain = isinstance(momentum, (int, float)) and momentum == 0
+    plain = is_zero(momentum)
     if nesterov and plain:
         raise ValueError("Nesterov momentum needs a momentum: pass momentum=0.9, say")
     check("weight_decay", weight_decay, 0)
     members = []
-    if not (isinstance(weight_decay, (int, float)) and weight_decay == 0):
+    if not is_zero(weight_decay):
         members.append(add_decayed_weights(weight_decay))
     if not plain:
         members.append(trace(momentum, nesterov, dampening))
