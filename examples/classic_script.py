@@ -1,18 +1,15 @@
-"""Post-local SGD in a classic script: any `torch.optim` optimizer, a scheduler and DDP.
+"""Post-local SGD in a classic script: any `torch.optim` optimizer and a scheduler.
 
     torchrun --standalone --nproc-per-node 2 examples/classic_script.py
 
-During the warm-up DDP averages gradients as usual. After it the replicas train on their own
-inside `no_sync` and average their parameters every eight steps.
+During the warm-up the gradients are averaged, as `DistributedDataParallel` would do. After it the
+replicas train on their own and average their parameters every eight steps.
 """
-
-import contextlib
 
 import torch
 import torch.distributed as dist
 from sklearn.datasets import load_digits
 from torch.nn.functional import cross_entropy
-from torch.nn.parallel import DistributedDataParallel
 
 import meantime as mt
 from meantime.adapters import AveragingOptimizer
@@ -33,28 +30,28 @@ def main():
     (images, test_images), (labels, test_labels) = images.split(1437), labels.split(1437)
     images, labels = images[rank::size], labels[rank::size]  # this replica's share
 
-    torch.manual_seed(rank)
-    net = torch.nn.Sequential(torch.nn.Linear(64, 64), torch.nn.ReLU(), torch.nn.Linear(64, 10))
-    model = DistributedDataParallel(net)
+    world = mt.Distributed()
+    torch.manual_seed(rank)  # other batches on every rank; the weights become those of rank 0
+    model = torch.nn.Sequential(torch.nn.Linear(64, 64), torch.nn.ReLU(), torch.nn.Linear(64, 10))
     optimizer = AveragingOptimizer(
         torch.optim.AdamW(model.parameters(), lr=2e-3),
         mt.periodic(mt.average_params(), every=PERIOD, after=WARMUP, last=STEPS),
-        replicas=mt.Distributed(),
+        replicas=world,
     )
     scheduler = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, T_max=STEPS)
 
     for step in range(1, STEPS + 1):
         rows = torch.randint(len(images), (BATCH,))
-        # The forward pass too must be inside `no_sync`.
-        with contextlib.nullcontext() if step <= WARMUP else model.no_sync():
-            cross_entropy(model(images[rows]), labels[rows]).backward()
+        cross_entropy(model(images[rows]), labels[rows]).backward()
+        if step <= WARMUP:
+            world.mean([p.grad for p in model.parameters()], donate=True)  # in place
         optimizer.step()
         scheduler.step()
         optimizer.zero_grad()
 
     with torch.no_grad():
-        accuracy = (net(test_images).argmax(1) == test_labels).float().mean()
-        accuracies, weights = mt.Distributed().gather((accuracy, list(net.parameters())))
+        accuracy = (model(test_images).argmax(1) == test_labels).float().mean()
+        accuracies, weights = world.gather((accuracy, list(model.parameters())))
     if rank == 0:
         print("test accuracy of each rank:", accuracies.numpy().round(3))
         print("same weights on all ranks:", all(bool((w == w[0]).all()) for w in weights))
