@@ -58,13 +58,15 @@ def one_step(tx, grad, replicas, params, state, x, y):
     return mt.step(tx, grad(params, x, y), params, state, replicas=replicas)
 
 
-def train(tx, grad, replicas, params, xs, ys):
-    """The parameters after each step of one replica."""
+def train(recipe, grad, replicas, params, xs, ys):
+    """What the recipe shows of one replica after each step."""
+    tx = recipe.transform()
     state = tx.init(params)
     trajectory = []
     for x, y in zip(xs, ys, strict=True):
         params, state = one_step(tx, grad, replicas, params, state, x, y)
-        trajectory.append((params["w"], params["b"]))
+        shown = recipe.shown(state, params)
+        trajectory.append((shown["w"], shown["b"]))
     return trajectory
 
 
@@ -78,14 +80,14 @@ def hierarchy(world):
 
 
 def run_vmapped(name: str) -> np.ndarray:
-    tx, levels = RECIPES[name].transform(), RECIPES[name].levels
+    recipe = RECIPES[name]
     params = {key: torch.tensor(value) for key, value in start().items()}
     x, y = (torch.tensor(a) for a in data())
 
     def body(xs, ys):
         world = mt.Vmapped(WORLD)
-        replicas = hierarchy(world) if levels else world
-        return train(tx, torch.func.grad(loss), replicas, params, xs, ys)
+        replicas = hierarchy(world) if recipe.levels else world
+        return train(recipe, torch.func.grad(loss), replicas, params, xs, ys)
 
     return flat(torch.func.vmap(body)(x, y))
 
@@ -101,19 +103,24 @@ def run_processes() -> dict[str, np.ndarray]:
         # One Distributed for all recipes is on purpose: they average trees of the same kind or
         # say that they do not.
         replicas = levels if recipe.levels else world
-        trajectory = train(recipe.transform(), torch.func.grad(loss), replicas, params, x, y)
+        trajectory = train(recipe, torch.func.grad(loss), replicas, params, x, y)
         results[name] = flat([(w[None], b[None]) for w, b in trajectory])[:, 0]
     return results
 
 
-def jax_loop(tx, replicas) -> Callable[..., Any]:
+def the_parameters(state, params):
+    return params
+
+
+def jax_loop(tx, replicas, shown=the_parameters) -> Callable[..., Any]:
     """`(params, xs, ys) -> trajectory` of one replica, as a `lax.scan`."""
     import jax
 
     def loop(params, xs, ys):
         def body(carry, batch):
             params, state = one_step(tx, jax.grad(loss), replicas, *carry, *batch)
-            return (params, state), (params["w"], params["b"])
+            seen = shown(state, params)
+            return (params, state), (seen["w"], seen["b"])
 
         return jax.lax.scan(body, (params, tx.init(params)), (xs, ys))[1]
 
@@ -123,9 +130,9 @@ def jax_loop(tx, replicas) -> Callable[..., Any]:
 def run_jax_vmap(name: str) -> np.ndarray:
     import jax
 
-    world = mt.NamedAxis("replica")
-    replicas = hierarchy(world) if RECIPES[name].levels else world
-    loop = jax_loop(RECIPES[name].transform(), replicas)
+    recipe, world = RECIPES[name], mt.NamedAxis("replica")
+    replicas = hierarchy(world) if recipe.levels else world
+    loop = jax_loop(recipe.transform(), replicas, recipe.shown)
     params = jax.tree.map(jax.numpy.asarray, start())
     w, b = jax.jit(jax.vmap(partial(loop, params), axis_name="replica"))(*data())
     return np.concatenate([w, b[..., None]], 2).swapaxes(0, 1)
@@ -154,9 +161,9 @@ def run_shard_map(name: str) -> np.ndarray:
     import jax
     import jax.numpy as jnp
 
-    world = mt.NamedAxis(("node", "worker"))
+    recipe, world = RECIPES[name], mt.NamedAxis(("node", "worker"))
     levels = {"node": mt.NamedAxis("worker"), "world": world}
-    loop = jax_loop(RECIPES[name].transform(), levels if RECIPES[name].levels else world)
+    loop = jax_loop(recipe.transform(), levels if recipe.levels else world, recipe.shown)
     params = jax.tree.map(lambda x: jnp.stack([x] * WORLD), start())
     w, b = jax.jit(sharded(loop))(params, *data())
     return np.concatenate([w, b[..., None]], 2).swapaxes(0, 1)
@@ -254,11 +261,27 @@ def ref_diloco(theta, grad, inner, every, gamma, mu):
         yield theta
 
 
+def ref_ema(trajectory, decay):
+    average = None
+    for theta in trajectory:
+        average = theta if average is None else decay * average + (1 - decay) * theta
+        yield average
+
+
+def ref_mean_of_rounds(trajectory, every, last):
+    """The mean of the last so many of what stands after each round; before that, as it is."""
+    snapshots: list[np.ndarray] = []
+    for t, theta in enumerate(trajectory, start=1):
+        snapshots += [theta] if t % every == 0 else []
+        yield np.mean(snapshots[-last:], axis=0) if snapshots else theta
+
+
 class Recipe(NamedTuple):
     transform: Callable[[], Any]
     reference: Callable[..., Any]
     levels: bool = False
     jax_tolerance: float = 1e-11
+    shown: Callable[[Any, Any], Any] = the_parameters  # of the state and the parameters
 
 
 def falling(step: int) -> float:
@@ -306,5 +329,31 @@ RECIPES: dict[str, Recipe] = {
         lambda theta, grad: ref_diloco(
             theta, grad, NumpyAdamW(0.05, 0.1, b2=0.95), 4, gamma=0.7, mu=0.9
         ),
+    ),
+    "ema of each replica": Recipe(
+        lambda: mt.chain(mt.sgd(0.1), mt.periodic(mt.average_params(), every=3), mt.ema(0.8)),
+        lambda theta, grad: ref_ema(ref_local(theta, grad, NumpySGD(0.1), every=3), 0.8),
+        shown=mt.averaged_params,
+    ),
+    "swa of the anchor": Recipe(
+        lambda: mt.chain(
+            mt.sgd(0.1),
+            mt.periodic(
+                mt.outer(mt.chain(mt.mean(), mt.sgd(0.7, 0.9, nesterov=True), mt.swa())), every=3
+            ),
+        ),
+        lambda theta, grad: ref_mean_of_rounds(
+            ref_diloco(theta, grad, NumpySGD(0.1), 3, gamma=0.7, mu=0.9), every=3, last=STEPS
+        ),
+        shown=mt.averaged_params,
+    ),
+    "lawa of the means": Recipe(
+        lambda: mt.chain(
+            mt.sgd(0.1), mt.periodic(mt.chain(mt.average_params(), mt.lawa(2)), every=2)
+        ),
+        lambda theta, grad: ref_mean_of_rounds(
+            ref_local(theta, grad, NumpySGD(0.1), every=2), every=2, last=2
+        ),
+        shown=mt.averaged_params,
     ),
 }

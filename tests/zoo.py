@@ -65,6 +65,13 @@ ZOO: dict[str, Callable[[], mt.Transform]] = {
         {0: mt.sgd(0.1), 1: mt.periodic(mt.average_params(), every=2), 2: mt.adam(1e-2)},
         lambda params: tree.map(lambda p: min(p.ndim, 2), params),
     ),
+    # averagers of the trajectory
+    "ema": lambda: mt.ema(linear(0.5, 0.9, steps=4)),
+    "ema_warmup": lambda: mt.chain(
+        mt.sgd(0.1), mt.periodic(mt.average_params(), every=2), mt.ema(0.9, warmup=True)
+    ),
+    "swa": lambda: mt.outer(mt.chain(mt.mean(), mt.sgd(0.7, momentum=0.9), mt.swa())),
+    "lawa": lambda: mt.periodic(mt.chain(mt.average_params(), mt.lawa(2)), every=2),
     # recipes
     "local_sgd": lambda: mt.local_sgd(mt.sgd(0.1), every=2),
     "local_sgd_scheduled": lambda: mt.local_sgd(
@@ -95,6 +102,8 @@ PLAIN = {
     "periodic_scheduled",
     "alternate",
     "outer_sgd",
+    "ema_warmup",
+    "lawa",
     "local_sgd",
     "local_sgd_scheduled",
     "post_local_sgd",
@@ -104,6 +113,7 @@ PLAIN = {
 
 AVERAGERS = PLAIN | {
     "outer_adam",
+    "swa",
     "slowmo",
     "slowmo_scheduled",
     "diloco",

@@ -11,12 +11,16 @@ from meantime.averaging import MeanState as MeanState
 from meantime.averaging import OuterState as OuterState
 from meantime.averaging import PeriodicState as PeriodicState
 from meantime.averaging import SlowMomentumState as SlowMomentumState
+from meantime.averaging import TrajectoryState as TrajectoryState
 from meantime.averaging import WarmupState as WarmupState
 from meantime.averaging import alternate as alternate
 from meantime.averaging import average_params as average_params
+from meantime.averaging import averaged_params as averaged_params
 from meantime.averaging import diloco as diloco
+from meantime.averaging import ema as ema
 from meantime.averaging import fragments as fragments
 from meantime.averaging import hierarchical_sgd as hierarchical_sgd
+from meantime.averaging import lawa as lawa
 from meantime.averaging import local_sgd as local_sgd
 from meantime.averaging import mean as mean
 from meantime.averaging import outer as outer
@@ -26,6 +30,7 @@ from meantime.averaging import post_local_sgd as post_local_sgd
 from meantime.averaging import slow_momentum as slow_momentum
 from meantime.averaging import slowmo as slowmo
 from meantime.averaging import streaming_diloco as streaming_diloco
+from meantime.averaging import swa as swa
 from meantime.averaging import warmup_mean as warmup_mean
 from meantime.codecs import Codec as Codec
 from meantime.codecs import ErrorFeedbackState as ErrorFeedbackState

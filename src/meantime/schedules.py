@@ -13,6 +13,7 @@ from collections.abc import Callable, Mapping, Sequence
 
 from meantime import arrays
 from meantime.arrays import Array
+from meantime.made import made
 
 Schedule = Callable[[Array], Array]
 Hyperparameter = float | Array | Schedule
@@ -49,6 +50,7 @@ def _progress(step: Array, steps: int) -> Array:
     return arrays.minimum(arrays.maximum(step / steps, 0.0), 1.0)
 
 
+@made
 def constant(value: float) -> Schedule:
     """The same value at every step.
 
@@ -59,6 +61,7 @@ def constant(value: float) -> Schedule:
     return lambda step: value
 
 
+@made
 def polynomial(start: float, end: float, steps: int, power: float = 1.0) -> Schedule:
     r"""From `start` to `end` over `steps`, then constant.
 
@@ -75,6 +78,7 @@ def polynomial(start: float, end: float, steps: int, power: float = 1.0) -> Sche
     return lambda step: end + (start - end) * (1.0 - _progress(step, steps)) ** power
 
 
+@made
 def linear(start: float, end: float, steps: int) -> Schedule:
     """A straight line from `start` to `end` over `steps`, then constant.
 
@@ -86,6 +90,7 @@ def linear(start: float, end: float, steps: int) -> Schedule:
     return lambda step: start + (end - start) * _progress(step, steps)
 
 
+@made
 def exponential(start: float, rate: float, steps: int, end: float | None = None) -> Schedule:
     r"""Decay by the factor `rate` every `steps` steps: :math:`\mathrm{start}\, r^{t/T}`.
 
@@ -110,6 +115,7 @@ def exponential(start: float, rate: float, steps: int, end: float | None = None)
     return schedule
 
 
+@made
 def cosine(start: float, steps: int, end: float = 0.0) -> Schedule:
     r"""Half a cosine from `start` to `end` over `steps`, then constant.
 
@@ -129,6 +135,7 @@ def cosine(start: float, steps: int, end: float = 0.0) -> Schedule:
     return schedule
 
 
+@made
 def warmup_cosine(
     peak: float, *, warmup: int, steps: int, start: float = 0.0, end: float = 0.0
 ) -> Schedule:
@@ -151,6 +158,7 @@ def warmup_cosine(
     return join([linear(start, peak, warmup), decay], [warmup]) if warmup else decay
 
 
+@made
 def piecewise(start: float, factors: Mapping[int, float]) -> Schedule:
     """Constant pieces: from each boundary step on, multiplied by the factor given for it.
 
@@ -169,6 +177,7 @@ def piecewise(start: float, factors: Mapping[int, float]) -> Schedule:
     return schedule
 
 
+@made
 def join(schedules: Sequence[Schedule], boundaries: Sequence[int]) -> Schedule:
     """One schedule after the other; each starts from step 0 at its boundary.
 

@@ -61,7 +61,7 @@ def state_dict(state: Any) -> dict[str, Array]:
         >>> import torch, meantime as mt
         >>> tx = mt.chain(mt.trace(0.9), mt.periodic(mt.average_params(), every=4))
         >>> sorted(mt.state_dict(tx.init({"w": torch.zeros(2)})))
-        ['0.count', '0.trace.w', '1.averager.rejected', '1.count', '1.due']
+        ['0.count', '0.trace.w', '1.averager.rejected', '1.count', '1.due', '1.start']
     """
     return dict(zip(_keys(state), tree.leaves(state), strict=True))
 
@@ -107,7 +107,7 @@ def _beside(value: Array, leaf: Array) -> Array:
 
 def _keys(state: Any) -> list[str]:
     keys = []
-    for accessor in optree.tree_accessors(state):
+    for accessor in tree.flatten(state)[1].accessors():
         parts = [getattr(entry, "field", None) or str(entry.entry) for entry in accessor]
         keys.append(".".join(parts))
     if len(set(keys)) < len(keys):

@@ -20,6 +20,7 @@ from typing import Any, NamedTuple
 
 from meantime.arrays import Array
 from meantime.keywords import accepting, forwards, keywords, pick, unexpected
+from meantime.made import Made, made
 from meantime.tree import Tree, leafwise
 
 
@@ -33,7 +34,7 @@ class _Functions(NamedTuple):
     average: Callable[..., tuple[Tree, Any]]
 
 
-class Transform(_Functions):
+class Transform(Made, _Functions):
     r"""Three pure functions over pytrees of parameters.
 
     Write each function with just the keyword arguments it uses; `replicas`, `now` and `donate`
@@ -57,8 +58,6 @@ class Transform(_Functions):
         >>> updates
         tensor([-1., -1.])
     """
-
-    __slots__ = ()
 
     def __new__(
         cls,
@@ -107,6 +106,7 @@ def as_transform(member: Any) -> Transform:
     return Transform(member.init, member.update, getattr(member, "average", None))
 
 
+@made
 def identity() -> Transform:
     r"""Pass updates and parameters unchanged: :math:`u \leftarrow u`.
 
@@ -119,6 +119,7 @@ def identity() -> Transform:
     return Transform(lambda params: EmptyState())
 
 
+@made
 def chain(*members: Any) -> Transform:
     """Apply members one after the other, in `update` and in `average`.
 
@@ -143,6 +144,7 @@ def chain(*members: Any) -> Transform:
     return _chained(members, lambda states: tuple(states), lambda state: list(state))
 
 
+@made
 def named_chain(**members: Any) -> Transform:
     """`chain` with names: the state is a dict of the members' states.
 

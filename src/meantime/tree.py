@@ -1,7 +1,7 @@
 """Leafwise arithmetic on pytrees.
 
 A tree is whatever optree flattens: nested dicts, lists, tuples, named tuples and registered
-nodes, with `None` an empty subtree. A formula for one leaf becomes a formula for trees by
+nodes, with `None` an empty subtree; nodes of JAX's registry as well. A formula for one leaf becomes a formula for trees by
 `leafwise`::
 
     @leafwise(like=("mu", "nu"))
@@ -24,13 +24,22 @@ import torch
 
 from meantime import arrays
 from meantime._foreach import Leaves, plain, suits, transforming
+from meantime._jax_nodes import adopt
 from meantime.arrays import Array
 
 Tree = Any  # a pytree of arrays
 
 
+def flatten(tree: Tree) -> tuple[list[Array], Any]:
+    """The leaves, and the structure that puts them together again."""
+    found, spec = optree.tree_flatten(tree)
+    while not torch.compiler.is_compiling() and adopt(found):
+        found, spec = optree.tree_flatten(tree)
+    return found, spec
+
+
 def leaves(tree: Tree) -> list[Array]:
-    return optree.tree_leaves(tree)
+    return flatten(tree)[0]
 
 
 def map(function: Callable[..., Any], tree: Tree, *others: Tree) -> Tree:
@@ -38,14 +47,14 @@ def map(function: Callable[..., Any], tree: Tree, *others: Tree) -> Tree:
     if torch.compiler.is_compiling():
         # Dynamo cannot flatten a dict of constants (a mask). Here only `tree` is flattened.
         return optree.tree_map(function, tree, *others)
-    first, spec = optree.tree_flatten(tree)
+    first, spec = flatten(tree)
     columns = [_matching(spec, tree, other, function) for other in others]
     return spec.unflatten([function(*row) for row in zip(first, *columns, strict=True)])
 
 
 def paths(tree: Tree) -> list[str]:
     """The path of every leaf, as one writes it: `['layers'][0].weight`."""
-    return [accessor.codify("") for accessor in optree.tree_accessors(tree)]
+    return [accessor.codify("") for accessor in flatten(tree)[1].accessors()]
 
 
 def leafwise(
@@ -88,7 +97,7 @@ def leafwise(
 
     @functools.wraps(formula)
     def mapped(tree: Tree, *others: Any) -> Any:
-        first, spec = optree.tree_flatten(tree)
+        first, spec = flatten(tree)
         whole = spec.is_leaf()
         arguments: list[Any] = [first]
         shared = [False]
@@ -133,7 +142,7 @@ def _eager(columns: list[list[Any]]) -> bool:
 
 def _matching(spec: Any, tree: Tree, other: Tree, function: Callable[..., Any]) -> list[Any]:
     """The leaves of `other`, which must have the structure of `tree`."""
-    found, structure = optree.tree_flatten(other)
+    found, structure = flatten(other)
     if structure == spec:
         return found
     # Kinds of mapping may differ (a dict of gradients for an OrderedDict of parameters).

@@ -19,5 +19,10 @@ from meantime.averaging.recipes import slowmo as slowmo
 from meantime.averaging.recipes import streaming_diloco as streaming_diloco
 from meantime.averaging.slow_momentum import SlowMomentumState as SlowMomentumState
 from meantime.averaging.slow_momentum import slow_momentum as slow_momentum
+from meantime.averaging.trajectory import TrajectoryState as TrajectoryState
+from meantime.averaging.trajectory import averaged_params as averaged_params
+from meantime.averaging.trajectory import ema as ema
+from meantime.averaging.trajectory import lawa as lawa
+from meantime.averaging.trajectory import swa as swa
 from meantime.averaging.warmup import WarmupState as WarmupState
 from meantime.averaging.warmup import warmup_mean as warmup_mean

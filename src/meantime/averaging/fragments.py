@@ -5,16 +5,16 @@ from __future__ import annotations
 from collections.abc import Callable, Hashable, Mapping
 from typing import Any
 
-import optree
-
 from meantime import tree
 from meantime.keywords import forwards, pick
+from meantime.made import made
 from meantime.transform import Transform, as_transform
 from meantime.tree import Tree
 
 Labels = Tree | Callable[[Tree], Tree]
 
 
+@made
 def partition(members: Mapping[Any, Any], labels: Labels) -> Transform:
     """Let each of several transforms act on the leaves that carry its label.
 
@@ -58,7 +58,7 @@ def partition(members: Mapping[Any, Any], labels: Labels) -> Transform:
         values: Tree, where: dict[Hashable, list[int]], act: Callable[[Hashable, Any], Any]
     ) -> tuple[Tree, dict[Hashable, Any]]:
         """What `act(label, subtree)` makes of every part, put together again."""
-        leaves, spec = optree.tree_flatten(values)
+        leaves, spec = tree.flatten(values)
         states = {}
         for label, positions in where.items():
             part, states[label] = act(label, _only(leaves, spec, positions))
@@ -67,14 +67,14 @@ def partition(members: Mapping[Any, Any], labels: Labels) -> Transform:
         return spec.unflatten(leaves), states
 
     def init(params: Tree) -> dict[Hashable, Any]:
-        leaves, spec = optree.tree_flatten(params)
+        leaves, spec = tree.flatten(params)
         where = places(params)
         return {name: part.init(_only(leaves, spec, where[name])) for name, part in parts.items()}
 
     @forwards(*(part.update for part in parts.values()))
     def update(updates: Tree, state: Any, params: Tree = None, **extra: Any) -> tuple[Tree, Any]:
         where = places(updates if params is None else params)
-        own, spec = (None, None) if params is None else optree.tree_flatten(params)
+        own, spec = (None, None) if params is None else tree.flatten(params)
 
         def act(label: Hashable, part: Tree) -> tuple[Tree, Any]:
             beside = None if own is None else _only(own, spec, where[label])
@@ -103,6 +103,7 @@ def _only(leaves: list[Any], spec: Any, positions: list[int]) -> Tree:
     return spec.unflatten([leaf if i in chosen else None for i, leaf in enumerate(leaves)])
 
 
+@made
 def fragments(count: int) -> Callable[[Tree], Tree]:
     """Labels 0, ..., count - 1 that cut the parameters into consecutive parts of similar size.
 

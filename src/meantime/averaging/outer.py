@@ -7,6 +7,7 @@ from typing import Any, NamedTuple
 from meantime import arrays, tree
 from meantime.arrays import Array
 from meantime.keywords import forwards
+from meantime.made import made
 from meantime.transform import Transform, as_transform, step
 from meantime.tree import Tree, cast_like, copy, leafwise
 
@@ -23,6 +24,7 @@ def _difference(anchor: Array, params: Array) -> Array:
     return anchor - params
 
 
+@made
 def outer(optimizer: Any) -> Transform:
     r"""Step an optimizer on what the replicas did since the last synchronisation.
 

@@ -14,6 +14,7 @@ from meantime.arrays import Array
 from meantime.codecs import Codec
 from meantime.codecs.base import check_codec
 from meantime.control import counter, select
+from meantime.made import made
 from meantime.replicas.base import Levels, Replicas, resolve
 from meantime.transform import Transform
 from meantime.tree import Tree, all_finite, leaves, zeros_like
@@ -47,6 +48,7 @@ def _guarded_mean(
     return taken, MeanState(state.rejected + ~finite)
 
 
+@made
 def average_params(over: str | None = None) -> Transform:
     r"""Replace the parameters by their mean over the replicas, at every call of `average`.
 
@@ -95,6 +97,7 @@ def average_params(over: str | None = None) -> Transform:
     return Transform(init, average=average)
 
 
+@made
 def mean(over: str | None = None, codec: Codec | None = None) -> Transform:
     r"""Replace the updates by their mean over the replicas, at every call of `update`.
 

@@ -8,16 +8,18 @@ from meantime import arrays
 from meantime.arrays import Array
 from meantime.control import LAST, cond, counter, increment, is_concrete, select
 from meantime.keywords import forwards, pick
+from meantime.made import made
 from meantime.schedules import Schedule
 from meantime.transform import Transform, as_transform
 from meantime.tree import Tree
 
 
 class PeriodicState(NamedTuple):
-    """Local steps made, the step after which the next synchronisation is due (both 0-d int32),
-    and the averager's own state."""
+    """Local steps made, the steps after which the present round starts and ends (0-d int32), and
+    the averager's own state. During the warm-up the first round has yet to start."""
 
     count: Array
+    start: Array
     due: Array
     averager: Any
 
@@ -30,6 +32,7 @@ class AlternateState(NamedTuple):
     special: Any
 
 
+@made
 def periodic(
     averager: Any,
     every: int | Schedule,
@@ -101,7 +104,7 @@ def periodic(
             due = end_of_round(zero + after)
         else:
             due = zero + (first if last is None else min(first, last))
-        return PeriodicState(zero, due, inner.init(params))
+        return PeriodicState(zero, zero + after, due, inner.init(params))
 
     @forwards(inner.update)
     def update(
@@ -134,12 +137,17 @@ def periodic(
             return params, averager
 
         params, averager = cond(due, synchronise, wait, params, state.averager)
-        following = select(scheduled, lambda: end_of_round(count), lambda: state.due)
-        return params, PeriodicState(count, following, averager)
+        start, end = select(
+            scheduled,
+            lambda: (count + 0, end_of_round(count)),  # no two leaves of a state are one array
+            lambda: (state.start, state.due),
+        )
+        return params, PeriodicState(count, start, end, averager)
 
     return Transform(init, update if inner.updates else None, average)
 
 
+@made
 def alternate(usual: Any, special: Any, every: int) -> Transform:
     r"""Call one averager, and every so many calls another instead.
 

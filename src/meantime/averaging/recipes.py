@@ -17,11 +17,13 @@ from meantime.averaging.parameters import average_params, mean
 from meantime.averaging.periodic import alternate, periodic
 from meantime.averaging.slow_momentum import slow_momentum
 from meantime.averaging.warmup import warmup_mean
+from meantime.made import made
 from meantime.optimizers import sgd
 from meantime.schedules import Hyperparameter, Schedule, is_zero
 from meantime.transform import Transform, chain
 
 
+@made
 def local_sgd(
     inner: Any, every: int | Schedule, *, over: str | None = None, last: int | None = None
 ) -> Transform:
@@ -45,6 +47,7 @@ def local_sgd(
     return chain(inner, periodic(average_params(over), every, last=last))
 
 
+@made
 def post_local_sgd(
     inner: Any,
     every: int | Schedule = 16,
@@ -77,6 +80,7 @@ def post_local_sgd(
     return chain(warmup_mean(warmup, over), inner, averager)
 
 
+@made
 def hierarchical_sgd(
     inner: Any, every: Mapping[str, int], *, after: int = 0, last: int | None = None
 ) -> Transform:
@@ -114,6 +118,7 @@ def hierarchical_sgd(
     return chain(inner, periodic(averager, period, after=after, last=last))
 
 
+@made
 def slowmo(
     inner: Any,
     learning_rate: Hyperparameter,
@@ -149,6 +154,7 @@ def slowmo(
     return chain(inner, periodic(outer(chain(mean(over), rule)), every, last=last))
 
 
+@made
 def diloco(
     inner: Any,
     every: int | Schedule = 500,
@@ -183,6 +189,7 @@ def diloco(
     return chain(inner, periodic(averager, every, last=last))
 
 
+@made
 def streaming_diloco(
     inner: Any,
     every: int = 100,

@@ -6,6 +6,7 @@ from typing import NamedTuple
 
 from meantime.arrays import Array
 from meantime.control import counter, increment, is_concrete
+from meantime.made import made
 from meantime.schedules import Hyperparameter, check, value_at
 from meantime.transform import Transform
 from meantime.tree import Tree, leafwise, zeros_like
@@ -28,6 +29,7 @@ def _descend(u: Array, rate: Array) -> Array:
     return -rate * u
 
 
+@made
 def slow_momentum(
     fast_learning_rate: Hyperparameter,
     momentum: Hyperparameter = 0.5,

@@ -9,6 +9,7 @@ from meantime.averaging.parameters import mean
 from meantime.averaging.periodic import _check_integer
 from meantime.control import cond, counter, increment
 from meantime.keywords import forwards, pick
+from meantime.made import made
 from meantime.transform import Transform, identity
 from meantime.tree import Tree
 
@@ -21,6 +22,7 @@ class WarmupState(NamedTuple):
     after: Any
 
 
+@made
 def warmup_mean(steps: int, over: str | None = None, then: str | None = None) -> Transform:
     r"""Average the gradients during the first local steps.
 

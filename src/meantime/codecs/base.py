@@ -9,11 +9,20 @@ import torch
 
 from meantime import arrays
 from meantime.arrays import Array
+from meantime.made import Made
 
 Message = tuple[Array, ...]
 
 
-class Codec(NamedTuple):
+class _Functions(NamedTuple):
+    encode: Callable[[Array], Message]
+    decode: Callable[[Message, int], Array]
+    nbytes: Callable[[int], int]
+    block: int = 1
+    sparse: bool = False
+
+
+class Codec(Made, _Functions):
     r"""Pure functions that compress a flat float32 vector; :math:`C` = decode :math:`\circ` encode.
 
     They run on torch tensors, JAX and NumPy arrays, under `vmap`, `torch.compile` and `jax.jit`.
@@ -38,12 +47,6 @@ class Codec(NamedTuple):
         >>> codec.nbytes(5)  # five values, two scales
         9
     """
-
-    encode: Callable[[Array], Message]
-    decode: Callable[[Message, int], Array]
-    nbytes: Callable[[int], int]
-    block: int = 1
-    sparse: bool = False
 
     def roundtrip(self, x: Array) -> Array:
         """What arrives of a vector: :math:`C(x)`."""

@@ -9,12 +9,14 @@ import torch
 from meantime import arrays
 from meantime.arrays import Array
 from meantime.codecs.base import Codec, Message
+from meantime.made import made
 
 LARGEST_HALF = 65504.0
 SMALLEST_NORMAL_HALF = 2.0**-14
 STEP_OF_SUBNORMAL_HALVES = 2.0**-24
 
 
+@made
 def bf16() -> Codec:
     r"""Send bfloat16: :math:`|x - C(x)| \le 2^{-8} |x|`, over the range of float32.
 
@@ -32,6 +34,7 @@ def bf16() -> Codec:
     )
 
 
+@made
 def fp16() -> Codec:
     r"""Send float16: :math:`|x - C(x)| \le 2^{-11} |x|` for :math:`2^{-14} \le |x| \le 65504`.
 

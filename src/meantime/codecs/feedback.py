@@ -8,6 +8,7 @@ from meantime.arrays import Array
 from meantime.codecs.base import Codec, check_codec
 from meantime.codecs.layout import decoded
 from meantime.control import select
+from meantime.made import made
 from meantime.transform import Transform
 from meantime.tree import Tree, all_finite, cast_like, leafwise, leaves, zeros_like
 
@@ -29,6 +30,7 @@ def _difference(total: Array, arrived: Array) -> Array:
     return total - arrived
 
 
+@made
 def error_feedback(codec: Codec, decay: float = 1.0) -> Transform:
     r"""Add to the updates what earlier messages lost of them, before `mean(codec=codec)`.
 

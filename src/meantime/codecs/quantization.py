@@ -8,8 +8,10 @@ from meantime import arrays
 from meantime.arrays import Array
 from meantime.codecs.base import Codec, Message, check_block, padded
 from meantime.codecs.casting import from_bfloat16, to_bfloat16
+from meantime.made import made
 
 
+@made
 def int8(block: int = 256) -> Codec:
     r"""Send 8-bit integers and a scale for every block of values.
 
@@ -37,6 +39,7 @@ def int8(block: int = 256) -> Codec:
     return _blockwise(127, block, _as_int8, lambda values, length: values, lambda length: length)
 
 
+@made
 def int4(block: int = 64) -> Codec:
     r"""Send 4-bit integers, two in a byte, and a scale for every block of values.
 

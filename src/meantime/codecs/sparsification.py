@@ -9,8 +9,10 @@ import torch
 from meantime import arrays
 from meantime.arrays import Array
 from meantime.codecs.base import Codec, Message, check_block
+from meantime.made import made
 
 
+@made
 def topk(fraction: float, block: int = 4096) -> Codec:
     r"""Send the largest values of every block, exactly, and take the others for zero.
 

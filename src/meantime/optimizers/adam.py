@@ -11,6 +11,7 @@ from torch import Tensor
 from meantime import arrays
 from meantime.arrays import Array
 from meantime.control import counter, increment
+from meantime.made import made
 from meantime.optimizers.decay import add_decayed_weights
 from meantime.optimizers.fused import with_kernel
 from meantime.optimizers.scaling import scale_by_learning_rate
@@ -42,6 +43,7 @@ def _debias(decay: Array, count: Array) -> Array:
     return -arrays.expm1(arrays.precise(count) * arrays.log(decay))
 
 
+@made
 def scale_by_adam(
     b1: Hyperparameter = 0.9, b2: Hyperparameter = 0.999, eps: Hyperparameter = 1e-8
 ) -> Transform:
@@ -82,6 +84,7 @@ def scale_by_adam(
     return Transform(init, update)
 
 
+@made
 def adam(
     learning_rate: Hyperparameter,
     b1: Hyperparameter = 0.9,
@@ -102,6 +105,7 @@ def adam(
     return _fused(tx, torch._fused_adam_, learning_rate, b1, b2, eps, 0.0)
 
 
+@made
 def adamw(
     learning_rate: Hyperparameter,
     b1: Hyperparameter = 0.9,

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from meantime import arrays
 from meantime.arrays import Array
+from meantime.made import made
 from meantime.optimizers.scaling import with_hyperparameter
 from meantime.schedules import Hyperparameter, check, is_zero
 from meantime.transform import Transform
@@ -21,6 +22,7 @@ def _shrink(updates: Array, norm: Array, bound: Array) -> Array:
     return arrays.where(norm > bound, updates / norm * bound, updates)
 
 
+@made
 def clip(max_value: Hyperparameter) -> Transform:
     r"""Bound every element: :math:`u \leftarrow \min(\max(u, -c), c)`.
 
@@ -40,6 +42,7 @@ def clip(max_value: Hyperparameter) -> Transform:
     return with_hyperparameter(_clamp, max_value)
 
 
+@made
 def clip_by_global_norm(max_norm: Hyperparameter) -> Transform:
     r"""Bound the norm over all leaves: :math:`u \leftarrow u \min(1, c / \lVert u \rVert_2)`.
 

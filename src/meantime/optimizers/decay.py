@@ -8,6 +8,7 @@ from typing import NamedTuple
 from meantime import tree
 from meantime.arrays import Array
 from meantime.control import counter, increment
+from meantime.made import made
 from meantime.schedules import Hyperparameter, check, value_at
 from meantime.transform import Transform
 from meantime.tree import Tree, leafwise
@@ -24,6 +25,7 @@ def _decayed(updates: Array, params: Array, weight_decay: Array) -> Array:
     return updates + weight_decay * params
 
 
+@made
 def add_decayed_weights(
     weight_decay: Hyperparameter, mask: Tree | Callable[[Tree], Tree] | None = None
 ) -> Transform:

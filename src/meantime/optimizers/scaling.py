@@ -7,6 +7,7 @@ from typing import Any, NamedTuple
 
 from meantime.arrays import Array
 from meantime.control import counter, increment
+from meantime.made import made
 from meantime.schedules import Hyperparameter, Schedule, check, value_at
 from meantime.transform import EmptyState, Transform
 from meantime.tree import Tree, leafwise
@@ -43,6 +44,7 @@ def with_hyperparameter(
     return Transform(lambda params: ScheduleState(counter(params)), scheduled)
 
 
+@made
 def scale(factor: Hyperparameter) -> Transform:
     r"""Multiply by a constant, or by a schedule: :math:`u \leftarrow c\,u`.
 
@@ -55,6 +57,7 @@ def scale(factor: Hyperparameter) -> Transform:
     return with_hyperparameter(_scale, factor)
 
 
+@made
 def scale_by_schedule(schedule: Schedule) -> Transform:
     r"""Multiply by a schedule of the number of updates made before: :math:`u \leftarrow s(t)\,u`.
 
@@ -71,6 +74,7 @@ def scale_by_schedule(schedule: Schedule) -> Transform:
     return with_hyperparameter(_scale, schedule)
 
 
+@made
 def scale_by_learning_rate(learning_rate: Hyperparameter) -> Transform:
     r"""Descend: :math:`u \leftarrow -\eta\,u`, with a number or a schedule for :math:`\eta`.
 

@@ -10,6 +10,7 @@ from torch import Tensor
 from meantime import arrays
 from meantime.arrays import Array
 from meantime.control import counter, increment
+from meantime.made import made
 from meantime.optimizers.decay import add_decayed_weights
 from meantime.optimizers.fused import with_kernel
 from meantime.optimizers.scaling import scale_by_learning_rate
@@ -35,6 +36,7 @@ def _look_ahead(g: Array, buffer: Array, momentum: Array) -> Array:
     return g + momentum * buffer
 
 
+@made
 def trace(
     decay: Hyperparameter, nesterov: bool = False, dampening: Hyperparameter = 0.0
 ) -> Transform:
@@ -86,6 +88,7 @@ def trace(
     return Transform(init, update)
 
 
+@made
 def sgd(
     learning_rate: Hyperparameter,
     momentum: Hyperparameter = 0.0,

@@ -1,0 +1,38 @@
+"""Nodes of trees that JAX knows and optree does not: equinox modules, flax states, your own.
+
+optree takes an instance of a class it does not know for a leaf. Where JAX is loaded and has the
+class in its registry, the class is registered with optree at first sight, to be taken apart and
+put together by JAX itself: both libraries then see the same leaves in the same order.
+"""
+
+from __future__ import annotations
+
+import sys
+from typing import Any
+
+import optree
+
+
+def adopt(leaves: list[Any]) -> bool:
+    """Make known to optree what JAX takes for nodes among these leaves; whether there was any."""
+    jax = sys.modules.get("jax")
+    if jax is None or jax.tree_util.all_leaves(leaves):
+        return False
+    unknown = {type(leaf) for leaf in leaves if not jax.tree_util.all_leaves([leaf])}
+    for kind in unknown:
+        optree.register_pytree_node(
+            kind, _flatten, _unflatten, namespace=optree.registry.__GLOBAL_NAMESPACE
+        )
+    return True
+
+
+def _flatten(node: Any) -> tuple[list[Any], Any, list[Any]]:
+    """One level: children, structure (which compares as JAX does) and names of the children."""
+    from jax.tree_util import keystr, tree_flatten_with_path
+
+    pairs, structure = tree_flatten_with_path(node, is_leaf=lambda child: child is not node)
+    return [child for _, child in pairs], structure, [keystr(p, simple=True) for p, _ in pairs]
+
+
+def _unflatten(structure: Any, children: Any) -> Any:
+    return structure.unflatten(children)

@@ -1,0 +1,56 @@
+"""What goes along with the parameters: buffers of the model, the state of the local optimizer."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from meantime.arrays import is_inexact
+from meantime.replicas.base import Replicas
+
+
+def persistent_buffers(model: torch.nn.Module) -> list[Tensor]:
+    """The buffers that belong to a checkpoint (the others are constants), each once."""
+    saved = model.state_dict().keys()
+    found = {id(buffer): buffer for name, buffer in model.named_buffers() if name in saved}
+    return list(found.values())
+
+
+def optimizer_tensors(optimizer: torch.optim.Optimizer, parameters: Iterable[Any]) -> list[Tensor]:
+    """The state tensors that are shaped like their parameters: moments, but no counters."""
+    found = []
+    for parameter in parameters:
+        if parameter is not None:
+            entries = optimizer.state.get(parameter, {})
+            for name in sorted(entries):
+                value = entries[name]
+                if isinstance(value, Tensor) and value.shape == parameter.shape:
+                    found.append(value)
+    return found
+
+
+@torch.no_grad()
+def average_finite(tensors: list[Tensor], world: Replicas, weight: Any = None) -> None:
+    r"""Set each tensor to the mean over the replicas whose tensor is finite, in place.
+
+    .. math:: x \leftarrow \sum_k w_k f_k x_k \Big/ \sum_k w_k f_k, \qquad
+              f_k = [x_k \text{ is finite}]
+
+    One that no replica has finite stays. Integers and bools take the maximum.
+    """
+    if not tensors:
+        return
+    floating = [x for x in tensors if is_inexact(x)]
+    finite = [bool(torch.isfinite(x).all()) for x in floating]
+    messages = [x if f else torch.zeros_like(x) for x, f in zip(floating, finite, strict=True)]
+    flags = torch.tensor(finite, dtype=torch.float32, device=tensors[0].device)
+    others = [x for x in tensors if not is_inexact(x)]
+    means, share, maxima = world.mean((messages, flags, others), weight=weight)
+    for x, mean, part in zip(floating, means, share.tolist(), strict=True):
+        if part > 0:
+            x.copy_(mean if part == 1 else mean / part)
+    for x, largest in zip(others, maxima, strict=True):
+        x.copy_(largest)
