@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import os
 
-# Four CPU devices for `jax.shard_map`; loopback and one thread for the processes of gloo.
-os.environ.setdefault("XLA_FLAGS", "--xla_force_host_platform_device_count=4")
+# Eight CPU devices for `jax.shard_map`; loopback and one thread for the processes of gloo.
+os.environ.setdefault("XLA_FLAGS", "--xla_force_host_platform_device_count=8")
 os.environ.setdefault("JAX_PLATFORMS", "cpu")
 os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
 os.environ.setdefault("OMP_NUM_THREADS", "1")

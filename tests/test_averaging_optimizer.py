@@ -3,6 +3,7 @@
 import copy
 import io
 import math
+import pickle
 
 import pytest
 import torch
@@ -22,10 +23,12 @@ def loss_of(model, seed: int) -> torch.Tensor:
     return model(x).square().mean()
 
 
-def wrapped(model, averager=None, inner=torch.optim.AdamW, replicas=None, **options):
-    optimizer = inner(model.parameters(), **{"lr": 0.1, **options})
+def wrapped(
+    model, averager=None, inner=torch.optim.AdamW, replicas=None, inner_options=None, **options
+):
+    optimizer = inner(model.parameters(), **{"lr": 0.1, **(inner_options or {})})
     averager = averager or mt.periodic(mt.average_params(), every=2)
-    return AveragingOptimizer(optimizer, averager, replicas=replicas or mt.Solo())
+    return AveragingOptimizer(optimizer, averager, replicas=replicas or mt.Solo(), **options)
 
 
 def train(model, optimizer, steps, start=0):
@@ -98,7 +101,7 @@ def test_groups_and_state_are_those_of_the_inner_optimizer_at_all_times():
 
 def test_schedulers_and_hooks():
     model = network()
-    optimizer = wrapped(model, betas=(0.9, 0.99))
+    optimizer = wrapped(model, inner_options={"betas": (0.9, 0.99)})
     scheduler = torch.optim.lr_scheduler.OneCycleLR(optimizer, max_lr=0.3, total_steps=10)
     calls = []
     optimizer.register_step_pre_hook(lambda *_: calls.append("pre"))
@@ -155,9 +158,10 @@ def test_a_state_that_does_not_fit_changes_nothing():
         with pytest.raises(ValueError, match=r"averager|does not fit"):
             optimizer.load_state_dict(wrong)
     after = optimizer.state_dict()
-    assert before["averager"].keys() == after["averager"].keys()
-    assert_equal(before["averager"].values(), after["averager"].values())
     assert before["param_groups"] == after["param_groups"]
+    for key, entries in before["state"].items():
+        assert entries.keys() == after["state"][key].keys()
+        assert_equal(entries.values(), after["state"][key].values())
 
 
 def test_parameters_added_later_are_averaged_and_those_there_keep_their_anchor():
@@ -227,6 +231,139 @@ def test_errors():
         )
 
 
+    with pytest.raises(TypeError, match="run a batch"):
+        wrapped(torch.nn.LazyLinear(2))
+    with pytest.raises(TypeError, match="meta device"):
+        wrapped(torch.nn.Linear(2, 2, device="meta"))
+    for option in ("buffers", "optimizer_state", "start"):
+        with pytest.raises(ValueError, match=f"{option} must be one of .* got 'none'"):
+            wrapped(model, **{option: "none"})
+    optimizer = wrapped(model, mt.local_sgd(mt.sgd(0.1), every=2))
+    with pytest.raises(ValueError, match=r"identity\(\)"):
+        train(model, optimizer, 1)
+
+
+# --- whatever a plain optimizer can do -------------------------------------------------------
+
+
+def test_pickle():
+    model = network()
+    optimizer = wrapped(model, mt.diloco(mt.identity(), every=3))
+    torch.optim.lr_scheduler.StepLR(optimizer, 1)  # puts a `step` on the instance
+    train(model, optimizer, 2)
+    other_model, other = pickle.loads(pickle.dumps((model, optimizer)))
+    assert repr(other.averager) == "diloco(identity(), every=3)"
+    train(model, optimizer, 4, start=2)
+    train(other_model, other, 4, start=2)
+    assert_equal(values(model), values(other_model))
+
+
+def test_step_hooks_see_and_change_the_arguments():
+    model = network()
+    optimizer = wrapped(model)
+    seen = []
+    optimizer.register_step_pre_hook(lambda _, args, kwargs: (args[:1], {"closure": lambda: 7.0}))
+    optimizer.register_step_post_hook(lambda opt, args, kwargs: seen.append((opt, kwargs)))
+    train(model, optimizer, 1)
+    assert optimizer.step() == 7.0
+    assert seen[1][0] is optimizer
+    assert list(seen[1][1]) == ["closure"]
+
+
+def test_global_hooks_run_once():
+    from torch.optim.optimizer import register_optimizer_step_post_hook
+
+    model, calls = network(), []
+    optimizer = wrapped(model)
+    handle = register_optimizer_step_post_hook(lambda *_: calls.append(1))
+    try:
+        train(model, optimizer, 3)
+    finally:
+        handle.remove()
+    assert len(calls) == 3
+
+
+def test_compiled_step_counts_and_averages():
+    plain, compiled = network(), network()
+    world = mt.Recorded(mt.Solo())
+    inner = torch.optim.AdamW(plain.parameters(), lr=0.1)
+    optimizer = wrapped(compiled, replicas=world)
+    world.calls.clear()
+    steps = [torch.compile(o.step, backend="eager") for o in (inner, optimizer)]
+    for i in range(4):
+        for model, step in zip((plain, compiled), steps, strict=True):
+            model.zero_grad()
+            loss_of(model, i).backward()
+            step()
+    assert [name for name, _ in world.calls] == ["mean", "mean"]
+    assert_equal(values(plain), values(compiled))
+
+
+@pytest.mark.parametrize("inner", [torch.optim.AdamW, torch.optim.SGD])
+def test_checkpoints_of_torch_distributed(inner):
+    from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
+
+    averager = mt.diloco(mt.identity(), every=3)
+    model, other = network(), network(seed=1)
+    optimizer, resumed = wrapped(model, averager, inner), wrapped(other, averager, inner)
+    train(model, optimizer, 4)
+    saved, saved_optimizer = copy.deepcopy(get_state_dict(model, optimizer))
+    set_state_dict(other, resumed, model_state_dict=saved, optim_state_dict=saved_optimizer)
+    train(model, optimizer, 4, start=4)
+    train(other, resumed, 4, start=4)
+    assert_equal(values(model), values(other))
+
+
+def test_creating_state_for_a_checkpoint_is_no_step():
+    from torch.distributed.checkpoint.state_dict import get_optimizer_state_dict
+
+    for inner in (torch.optim.AdamW, torch.optim.SGD):
+        model = network()
+        optimizer = wrapped(model, inner=inner)
+        torch.optim.lr_scheduler.StepLR(optimizer, 1)
+        get_optimizer_state_dict(model, optimizer)
+        assert mt.find(optimizer.averager_state, mt.PeriodicState).count == 0
+
+
+def test_a_plain_optimizer_loads_the_state():
+    model = network()
+    optimizer = wrapped(model)
+    train(model, optimizer, 3)
+    other = copy.deepcopy(model)
+    plain = torch.optim.AdamW(other.parameters(), lr=1.0)
+    plain.load_state_dict(copy.deepcopy(optimizer.state_dict()))
+    train(model, optimizer, 1, start=3)
+    train(other, plain, 1, start=3)
+    assert_equal(values(model), values(other))
+
+
+def test_what_the_inner_optimizer_has_besides():
+    class Switching(torch.optim.SGD):
+        def train(self):
+            return "training"
+
+    optimizer = wrapped(network(), inner=Switching)
+    assert optimizer.train() == "training"
+    with pytest.raises(AttributeError, match="eval"):
+        optimizer.eval()
+
+
+def test_a_frozen_parameter_takes_no_part_until_it_is_trained():
+    model = network()
+    model[0].weight.requires_grad_(False)
+    world = mt.Recorded(mt.Solo())
+    optimizer = wrapped(model, mt.outer(mt.chain(mt.mean(), mt.sgd(0.5))), replicas=world)
+    world.calls.clear()
+    train(model, optimizer, 1)
+    frozen = world.bytes
+    model[0].weight.requires_grad_()
+    world.calls.clear()
+    before = values(model)[0]
+    train(model, optimizer, 1, start=1)
+    assert world.bytes == frozen + 4 * model[0].weight.numel()
+    assert not torch.equal(before, values(model)[0])
+
+
 # --- gradient scalers ------------------------------------------------------------------------
 
 
@@ -244,13 +381,14 @@ def scaled_training(optimizer, model, overflows, unscale=False):
 
 
 @pytest.mark.parametrize("unscale", [False, True])
+@pytest.mark.parametrize("fused", [False, True])
 @pytest.mark.parametrize("inner", [torch.optim.SGD, torch.optim.AdamW])
-def test_a_gradient_scaler_works_as_on_the_inner_optimizer(inner, unscale):
+def test_a_gradient_scaler_works_as_on_the_inner_optimizer(inner, fused, unscale):
     plain, averaged = network(), network()
     overflows = [False, True, False, False]
-    optimizer = inner(plain.parameters(), lr=0.1)
+    optimizer = inner(plain.parameters(), lr=0.1, fused=fused)
     expected = scaled_training(optimizer, plain, overflows, unscale)
-    optimizer = wrapped(averaged, inner=inner)
+    optimizer = wrapped(averaged, inner=inner, inner_options={"fused": fused})
     assert scaled_training(optimizer, averaged, overflows, unscale) == expected
     assert_equal(values(plain), values(averaged))
     assert mt.find(optimizer.averager_state, mt.PeriodicState).count == 4

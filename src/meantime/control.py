@@ -14,6 +14,7 @@ A branch that was not taken never leaks: the select is `where`, not arithmetic w
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable
 from typing import Any
 
@@ -33,10 +34,17 @@ def counter(params: Any, *, local: bool = False) -> Array:
     accelerator. `local` counters differ between replicas: under JAX's `shard_map` they have
     the varying type of the parameters from the start.
     """
-    like = next(iter(tree.leaves(params)), torch.empty(0))
+    like = (tree.leaves(params) or [_of_no_leaves(params)])[0]
     if local and not isinstance(like, torch.Tensor):
         return arrays.namespace(like).zeros_like(like, shape=(), dtype="int32")
     return arrays.zeros("int32", like=like)
+
+
+def _of_no_leaves(params: Any) -> Array:
+    """torch's, unless it is optax that masked the leaves out."""
+    optax = sys.modules.get("optax")
+    masked = optax and optree.tree_leaves(params, is_leaf=lambda x: type(x) is optax.MaskedNode)
+    return sys.modules["jax"].numpy.zeros(0) if masked else torch.empty(0)
 
 
 def increment(count: Array, counts: bool | Array = True) -> Array:

@@ -1,8 +1,8 @@
 """Leafwise arithmetic on pytrees.
 
 A tree is whatever optree flattens: nested dicts, lists, tuples, named tuples and registered
-nodes, with `None` an empty subtree; nodes of JAX's registry as well. A formula for one leaf becomes a formula for trees by
-`leafwise`::
+nodes, with `None` an empty subtree. Nodes of JAX's registry are nodes here too. A formula for one
+leaf becomes a formula for trees by `leafwise`::
 
     @leafwise(like=("mu", "nu"))
     def moments(g, mu, nu, b1, b2):

@@ -1,3 +1,7 @@
 """The stateful side: our transforms behind the interfaces of classic training scripts."""
 
 from meantime.adapters.averaging_optimizer import AveragingOptimizer as AveragingOptimizer
+from meantime.adapters.ddp_hook import post_local_hook as post_local_hook
+from meantime.adapters.from_torch import TorchState as TorchState
+from meantime.adapters.from_torch import from_torch as from_torch
+from meantime.adapters.transform_optimizer import TransformOptimizer as TransformOptimizer

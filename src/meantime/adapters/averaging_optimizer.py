@@ -4,36 +4,29 @@ from __future__ import annotations
 
 import contextlib
 import logging
-import operator
 import time
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any, Literal
 
 import torch
-from torch import Tensor
 from torch.distributed.algorithms.join import Join, Joinable
 from torch.optim import Optimizer
 
-from meantime.adapters.companions import (
-    average_finite,
-    optimizer_tensors,
-    persistent_buffers,
-)
+from meantime.adapters.averaging import Averaging, write
+from meantime.adapters.companions import average_finite, optimizer_tensors, persistent_buffers
 from meantime.adapters.joining import OutOfData
-from meantime.adapters.packing import pack, unpack
-from meantime.adapters.start import check_choice, check_optimizer, check_parameters, equal_start
-from meantime.adapters.synchronisation import Recorder, Synchronisation
-from meantime.adapters.wrapper import OptimizerWrapper
-from meantime.averaging import OuterState, PeriodicState, average_params
+from meantime.adapters.packing import PREFIX, pack, unpack
+from meantime.adapters.start import check_choice, check_optimizer, equal_start
+from meantime.adapters.synchronisation import Synchronisation
+from meantime.adapters.wrapper import OptimizerWrapper, eagerly
+from meantime.averaging import OuterState, TrajectoryState, average_params, averaged_params
 from meantime.keywords import pick
 from meantime.replicas.base import Levels, Replicas
 from meantime.state import find_all, load_state_dict, state_dict
-from meantime.transform import as_transform
-from meantime.tree import vdot
+from meantime.transform import Transform
 
 _LOGGER = logging.getLogger("meantime")
 _COMMON = -1  # the replica of a state that is the same on all
-_requires_grad = operator.attrgetter("requires_grad")
 
 
 class AveragingOptimizer(OptimizerWrapper, Joinable):
@@ -116,25 +109,38 @@ class AveragingOptimizer(OptimizerWrapper, Joinable):
         check_choice("start", start, ("broadcast", "check"))
         OptimizerWrapper.__init__(self, optimizer)
         Joinable.__init__(self)
-        self.averager = as_transform(averager)
         self.replicas = replicas
         self.on_synchronisation = on_synchronisation
         self.last_synchronisation: Synchronisation | None = None
-        self._recorder = Recorder(replicas)
+        self._averaging = Averaging(optimizer, averager, replicas)
+        self._world = self._averaging.recorder.world
         self._buffers = [] if model is None or buffers == "ignore" else persistent_buffers(model)
         self._policies = (buffers, optimizer_state)
         self._steps = 0
         self._equal = True  # whether the parameters are those of all replicas
         self._shown = False  # whether they stand aside for averaged ones
-        self._checked = not self.averager.updates
-        check_parameters(self._everyone())
         if arena:
             from meantime.adapters.arena import arena as gather_in_arena
 
-            gather_in_arena([p for p in self._everyone() if p.requires_grad])
-        self._admit()
-        equal_start(self.averager, self._tree, self._buffers, self._recorder.world, start)
-        self.averager_state = self._fresh_state()
+            gather_in_arena(self._averaging.parameters)
+        parameters = self._averaging.tree
+        equal_start(self.averager, parameters, self._buffers, self._world, start)
+        self._averaging.admit()  # what the state holds of the parameters is that of replica 0
+
+    @property
+    def averager(self) -> Transform:
+        """The transform that acts after every step."""
+        return self._averaging.averager
+
+    @property
+    def averager_state(self) -> Any:
+        """Its state, in which the parameters are a list, with `None` for frozen ones."""
+        return self._averaging.state
+
+    @property
+    def warming_up(self) -> bool:
+        """Whether the next step belongs to the warm-up (`after`) of a `periodic` averager."""
+        return self._averaging.warming_up
 
     # --- steps ---------------------------------------------------------------------------------
 
@@ -151,7 +157,8 @@ class AveragingOptimizer(OptimizerWrapper, Joinable):
             return ready
         if self._average_gradients() and "found_inf" in self.__dict__:
             # Those whose gradients overflowed took no part, and step with the mean of the others.
-            return any(bool(p.grad.any()) for p in self._tree if p is not None and p.grad is not None)
+            gradients = [p.grad for p in self._averaging.parameters]
+            return any(g is not None and bool(g.any()) for g in gradients)
         return ready
 
     def _prepared(self, closure: Callable[[], Any]) -> Callable[[], Any]:
@@ -175,36 +182,39 @@ class AveragingOptimizer(OptimizerWrapper, Joinable):
         """
         self._average(now=True, **pick(self.averager.average, {"counts": False}))
 
-    @property
-    def warming_up(self) -> bool:
-        """Whether the next step belongs to the warm-up (`after`) of a `periodic` averager."""
-        rounds = find_all(self.averager_state, PeriodicState)
-        return any(bool(r.count < r.start) for r in rounds)
+    def add_param_group(self, param_group: dict[str, Any]) -> None:
+        """Add parameters to the optimizer inside and to the averaging. Collective: their values
+        become those of replica 0."""
+        super().add_param_group(param_group)
+        new = self.param_groups[-1]["params"]
+        write(new, self._world.broadcast(new))
+        self._averaging.readmit()
 
+    @eagerly
+    @torch.no_grad()
+    def _average_gradients(self, **extra: Any) -> bool:
+        return self._averaging.update_gradients(**extra)
+
+    @eagerly
     @torch.no_grad()
     def _average(self, **extra: Any) -> None:
         began = time.perf_counter()
-        recorder, parameters = self._recorder, self._participants()
-        recorder.measure(self.on_synchronisation is not None)
-        averaged, self.averager_state = self.averager.average(
-            parameters, self.averager_state, replicas=recorder.levels, donate=True, **extra
-        )
-        if averaged is not parameters:
-            _write(parameters, averaged)
+        self._averaging.recorder.measure(self.on_synchronisation is not None)
+        communicated = self._averaging.average(**extra)
         if extra.get("counts", True):
             self._steps += 1
             self._equal = False
-        if recorder.communicated:
-            self._synchronised(began, extra)
+        if communicated:
+            self._synchronised(began, **extra)
 
-    def _synchronised(self, began: float, extra: dict[str, Any]) -> None:
+    def _synchronised(
+        self, began: float, *, now: bool = False, weight: Any = None, counts: bool = True
+    ) -> None:
         """What comes after a synchronisation of the parameters."""
-        recorder = self._recorder
-        rounds = find_all(self.averager_state, PeriodicState)
-        over = extra.get("now", False) or all(bool(r.count == r.start) for r in rounds)
-        self._equal = recorder.globally and over
+        recorder = self._averaging.recorder
+        self._equal = recorder.globally and (now or self._averaging.between_rounds)
         recorder.measure(False)
-        self._synchronise_companions(recorder.reached, extra.get("weight"))
+        self._synchronise_companions(recorder.reached, weight)
         outer = bool(find_all(self.averager_state, OuterState))
         done = recorder.summary(self._steps, time.perf_counter() - began, outer)
         recorder.clear()
@@ -216,86 +226,15 @@ class AveragingOptimizer(OptimizerWrapper, Joinable):
     def _synchronise_companions(self, world: Replicas, weight: Any) -> None:
         buffers, optimizer_state = self._policies
         if buffers == "broadcast" and self._buffers:
-            _write(self._buffers, world.broadcast(self._buffers))
+            write(self._buffers, world.broadcast(self._buffers))
         elif buffers == "mean":
             average_finite(self._buffers, world, weight)
+        parameters = self._averaging.parameters
         if optimizer_state == "average":
-            average_finite(optimizer_tensors(self.optimizer, self._tree), world, weight)
+            average_finite(optimizer_tensors(self.optimizer, parameters), world, weight)
         elif optimizer_state == "reset":
-            for parameter in self._tree:
+            for parameter in parameters:
                 self.state.pop(parameter, None)
-
-    @torch.no_grad()
-    def _average_gradients(self, **extra: Any) -> bool:
-        """Run the averager's `update` on the gradients; whether it communicated."""
-        parameters = self._participants()
-        gradients = [
-            None if p is None else torch.zeros_like(p) if p.grad is None else p.grad
-            for p in parameters
-        ]
-        before = None if self._checked else [None if g is None else g.clone() for g in gradients]
-        updates, self.averager_state = self.averager.update(
-            *(gradients, self.averager_state, parameters),
-            replicas=self._recorder.levels,
-            donate=True,
-            **extra,
-        )
-        communicated = self._recorder.communicated
-        self._recorder.clear()
-        if before is not None and not communicated:
-            self._check_direction(before, updates)
-        for p, gradient in zip(parameters, updates, strict=True):
-            if p is None or gradient is p.grad:
-                continue
-            if p.grad is not None:
-                p.grad.copy_(gradient)
-            elif communicated:
-                p.grad = gradient
-        return communicated
-
-    def _check_direction(self, gradients: list[Any], updates: list[Any]) -> None:
-        if float(vdot(gradients, updates).real) < 0:
-            raise ValueError(
-                f"{self.averager!r} turns gradients into steps, but here the steps are made by "
-                f"{type(self.optimizer).__name__}: give the recipe identity() for its inner one"
-            )
-        self._checked = True
-
-    # --- who takes part ------------------------------------------------------------------------
-
-    def _everyone(self) -> list[Tensor]:
-        return [p for group in self.param_groups for p in group["params"]]
-
-    def _participants(self) -> list[Tensor | None]:
-        """The parameters of all groups, None for those that are frozen."""
-        if list(map(_requires_grad, self._all)) != self._mask:
-            self._readmit()
-        return self._tree
-
-    def _admit(self) -> None:
-        self._all = self._everyone()
-        self._mask = list(map(_requires_grad, self._all))
-        self._tree = [p if p.requires_grad else None for p in self._all]
-
-    def _readmit(self) -> None:
-        """Make room in the averager's state for parameters that are new or no longer frozen."""
-        self._admit()
-        fresh = state_dict(self._fresh_state())
-        kept = {k: v for k, v in state_dict(self.averager_state).items() if k in fresh}
-        self.averager_state = load_state_dict(self._fresh_state(), {**fresh, **kept})
-
-    def add_param_group(self, param_group: dict[str, Any]) -> None:
-        """Add parameters to the optimizer inside and to the averaging. Collective: their values
-        become those of replica 0."""
-        super().add_param_group(param_group)
-        new = self.param_groups[-1]["params"]
-        check_parameters(new)
-        _write(new, self._recorder.world.broadcast(new))
-        self._readmit()
-
-    @torch.no_grad()
-    def _fresh_state(self) -> Any:
-        return self.averager.init(self._tree)
 
     # --- evaluation ----------------------------------------------------------------------------
 
@@ -303,31 +242,32 @@ class AveragingOptimizer(OptimizerWrapper, Joinable):
     def averaged_parameters(self) -> Iterator[None]:
         """Show the mean over the replicas, and put this replica's own values back afterwards.
 
-        Inside the context the parameters and the buffers hold their means over all replicas (of
-        the trajectory averages, where the averager keeps such: `ema`, `swa`, `lawa`), for an
-        evaluation or a checkpoint of the averaged model. Afterwards everything is what it was,
-        bit for bit. Collective.
+        Inside the context the parameters and the buffers hold their means over all replicas, for
+        an evaluation or a checkpoint of the averaged model. Where the averager keeps an average
+        along the trajectory (`ema`, `swa`, `lawa`) the parameters hold the mean of that one.
+        Afterwards everything is what it was, bit for bit. Collective.
         """
-        own = [*(p for p in self._participants() if p is not None), *self._buffers]
+        parameters = self._averaging.parameters
+        own = [*parameters, *self._buffers]
+        saved = [x.detach().clone() for x in own]
+        values = parameters
+        if find_all(self.averager_state, TrajectoryState):
+            averages = averaged_params(self.averager_state, self._averaging.tree)
+            values = [x for x in averages if x is not None]
         with torch.no_grad():
-            saved = [x.clone() for x in own]
-            means = self._shown_values()
-            _write(own, means)
+            means = average_params()
+            values, _ = means.average(values, means.init(values), replicas=self._world)
+            write(parameters, values)
+            if self._policies[0] == "broadcast" and self._buffers:
+                write(self._buffers, self._world.broadcast(self._buffers))
+            else:
+                average_finite(self._buffers, self._world)
         self._shown = True
         try:
             yield
         finally:
             self._shown = False
-            _write(own, saved)
-
-    def _shown_values(self) -> list[Tensor]:
-        parameters = [p for p in self._tree if p is not None]
-        averager = average_params()
-        world = self._recorder.world
-        values, _ = averager.average(parameters, averager.init(parameters), replicas=world)
-        buffers = [x.clone() for x in self._buffers]
-        average_finite(buffers, world)
-        return [*values, *buffers]
+            write(own, saved)
 
     # --- checkpoints ---------------------------------------------------------------------------
 
@@ -336,9 +276,9 @@ class AveragingOptimizer(OptimizerWrapper, Joinable):
         flat = {
             **state_dict(self.averager_state),
             "steps": torch.tensor(self._steps),
-            "replica": torch.tensor(_COMMON if common else int(self._recorder.world.rank)),
+            "replica": torch.tensor(_COMMON if common else int(self._world.rank)),
         }
-        return pack(inner, flat, self._all)
+        return pack(inner, flat, self._averaging.everyone)
 
     def load_state_dict(
         self, state_dict: Mapping[str, Any], *, of_any_replica: bool = False
@@ -357,7 +297,10 @@ class AveragingOptimizer(OptimizerWrapper, Joinable):
             ValueError: the state does not fit, or belongs to another replica; nothing is
                 loaded then.
         """
-        self._of_any_replica = of_any_replica
+        if of_any_replica:
+            common = {PREFIX + "replica": torch.tensor(_COMMON)}
+            groups = [{**group, **common} for group in state_dict["param_groups"]]
+            state_dict = {**state_dict, "param_groups": groups}
         super().load_state_dict(state_dict)
 
     def _restored(self, saved: dict[str, Any]) -> tuple[Callable[[], None], dict[str, Any]]:
@@ -368,8 +311,8 @@ class AveragingOptimizer(OptimizerWrapper, Joinable):
                 "of a plain optimizer, load it into that before it is wrapped"
             )
         steps, replica = int(flat.pop("steps")), int(flat.pop("replica"))
-        rank = int(self._recorder.world.rank)
-        if replica not in (_COMMON, rank) and not self._of_any_replica:
+        rank = int(self._world.rank)
+        if replica not in (_COMMON, rank):
             raise ValueError(
                 f"this is the state of replica {replica} in the middle of a round, and this is "
                 f"replica {rank}: save and load every replica's own state, call average_now() "
@@ -378,7 +321,8 @@ class AveragingOptimizer(OptimizerWrapper, Joinable):
         state = load_state_dict(self.averager_state, flat)
 
         def finish() -> None:
-            self.averager_state, self._steps, self._equal = state, steps, replica == _COMMON
+            self._averaging.state, self._steps = state, steps
+            self._equal = replica == _COMMON
 
         return finish, inner
 
@@ -394,18 +338,11 @@ class AveragingOptimizer(OptimizerWrapper, Joinable):
 
     @property
     def join_device(self) -> torch.device:
-        return self._all[0].device
+        return self._averaging.everyone[0].device
 
     @property
     def join_process_group(self) -> Any:
-        return getattr(self._recorder.world, "group", None)
+        return getattr(self._world, "group", None)
 
     def __repr__(self) -> str:
         return f"{type(self).__name__}({self.optimizer!r}, {self.averager!r})"
-
-
-@torch.no_grad()
-def _write(tensors: list[Any], values: list[Any]) -> None:
-    for tensor, value in zip(tensors, values, strict=True):
-        if value is not tensor:
-            tensor.copy_(value)

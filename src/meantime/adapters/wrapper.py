@@ -4,10 +4,19 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable, Mapping
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch.optim import Optimizer
+
+F = TypeVar("F", bound=Callable[..., Any])
+
+
+def eagerly(function: F) -> F:
+    """Run a function outside of the graph, where `torch.compile` is to compile its caller."""
+    disabled: F = torch.compiler.disable(function)
+    return disabled
+
 
 _HOOKS = "_optimizer_"  # what the names of the dicts of hooks begin with
 
@@ -122,7 +131,7 @@ class OptimizerWrapper(Optimizer):
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         self.optimizer.add_param_group(param_group)
 
-    @torch.compiler.disable
+    @eagerly
     def state_dict(self) -> dict[str, Any]:
         for before in self._optimizer_state_dict_pre_hooks.values():
             before(self)
@@ -131,7 +140,7 @@ class OptimizerWrapper(Optimizer):
             saved = after(self, saved) or saved
         return saved
 
-    @torch.compiler.disable
+    @eagerly
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
         saved = dict(state_dict)
         for before in self._optimizer_load_state_dict_pre_hooks.values():
@@ -162,11 +171,12 @@ class OptimizerWrapper(Optimizer):
         return f"{type(self).__name__}({self.optimizer!r})"
 
 
+@eagerly
 def _creating_state() -> bool:
     """Whether `torch.distributed.checkpoint` asks for the step, with zero gradients and learning
     rates, by which it has an optimizer create its state: no step of the training."""
     frame = sys._getframe(2)
-    for _ in range(6):
+    for _ in range(8):
         if frame is None or frame.f_code.co_name == "_init_optim_state":
             return frame is not None
         frame = frame.f_back  # type: ignore[assignment]

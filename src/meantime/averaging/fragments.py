@@ -8,7 +8,7 @@ from typing import Any
 from meantime import tree
 from meantime.keywords import forwards, pick
 from meantime.made import made
-from meantime.transform import Transform, as_transform
+from meantime.transform import EmptyState, Transform, as_transform
 from meantime.tree import Tree
 
 Labels = Tree | Callable[[Tree], Tree]
@@ -25,7 +25,7 @@ def partition(members: Mapping[Any, Any], labels: Labels) -> Transform:
 
     Returns:
         A transform whose state is a dict of the members' states. Each member sees the tree with
-        `None` in the place of the leaves that are not its own.
+        `None` in the place of the leaves that are not its own; one that has no leaves is left out.
 
     Raises:
         ValueError: a leaf has a label that no member has.
@@ -61,6 +61,9 @@ def partition(members: Mapping[Any, Any], labels: Labels) -> Transform:
         leaves, spec = tree.flatten(values)
         states = {}
         for label, positions in where.items():
+            if not positions:
+                states[label] = EmptyState()
+                continue
             part, states[label] = act(label, _only(leaves, spec, positions))
             for position, leaf in zip(positions, tree.leaves(part), strict=True):
                 leaves[position] = leaf
@@ -69,7 +72,11 @@ def partition(members: Mapping[Any, Any], labels: Labels) -> Transform:
     def init(params: Tree) -> dict[Hashable, Any]:
         leaves, spec = tree.flatten(params)
         where = places(params)
-        return {name: part.init(_only(leaves, spec, where[name])) for name, part in parts.items()}
+        # A member without leaves has nothing to do, and cannot tell whose arrays to count with.
+        return {
+            label: parts[label].init(_only(leaves, spec, positions)) if positions else EmptyState()
+            for label, positions in where.items()
+        }
 
     @forwards(*(part.update for part in parts.values()))
     def update(updates: Tree, state: Any, params: Tree = None, **extra: Any) -> tuple[Tree, Any]:

@@ -87,7 +87,7 @@ def ema(decay: Hyperparameter, warmup: bool = False) -> Transform:
         kept = value_at(decay, count)
         if warmup:
             kept = arrays.minimum((1.0 + count) / (10.0 + count), kept)
-        return arrays.where(count > 0, 1.0 - kept, 1.0)
+        return 1.0 - kept * arrays.precise(count > 0)  # 1 for the first snapshot
 
     return _running(rate)
 

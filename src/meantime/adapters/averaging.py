@@ -1,0 +1,140 @@
+"""An averager at work on the parameters of an optimizer."""
+
+from __future__ import annotations
+
+import operator
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.optim import Optimizer
+
+from meantime.adapters.start import check_parameters
+from meantime.adapters.synchronisation import Recorder
+from meantime.averaging import PeriodicState
+from meantime.replicas.base import Levels
+from meantime.state import find_all, load_state_dict, state_dict
+from meantime.transform import as_transform
+from meantime.tree import vdot
+
+_requires_grad = operator.attrgetter("requires_grad")
+
+
+class Averaging:
+    """Runs a transform on what requires gradients among an optimizer's parameters, in place.
+
+    The tree it acts on is the list of all parameters, with `None` for those that are frozen: a
+    parameter keeps its place in the state whatever happens to others.
+
+    Attributes:
+        averager: the transform.
+        state: its state.
+        recorder: the replicas.
+    """
+
+    def __init__(self, optimizer: Optimizer, averager: Any, replicas: Levels):
+        self.optimizer = optimizer
+        self.averager = as_transform(averager)
+        self.recorder = Recorder(replicas)
+        self._direction_known = False
+        self.admit()
+
+    def admit(self) -> None:
+        """Look again who takes part, with a new state."""
+        self.everyone = [p for group in self.optimizer.param_groups for p in group["params"]]
+        check_parameters(self.everyone)
+        self._mask = list(map(_requires_grad, self.everyone))
+        self._tree = [p if p.requires_grad else None for p in self.everyone]
+        self.state = self._fresh_state()
+
+    def readmit(self) -> None:
+        """Look again who takes part; what is known of those who did is kept."""
+        known = state_dict(self.state)
+        self.admit()
+        fresh = state_dict(self.state)
+        kept = {name: value for name, value in known.items() if name in fresh}
+        self.state = load_state_dict(self.state, {**fresh, **kept})
+
+    @torch.no_grad()
+    def _fresh_state(self) -> Any:
+        return self.averager.init(self._tree)
+
+    @property
+    def tree(self) -> list[Tensor | None]:
+        """Those who take part, in the places of all."""
+        # Asked for at every step: this runs in C.
+        if list(map(_requires_grad, self.everyone)) != self._mask:
+            self.readmit()
+        return self._tree
+
+    @property
+    def parameters(self) -> list[Tensor]:
+        """Those who take part."""
+        return [p for p in self.tree if p is not None]
+
+    @property
+    def warming_up(self) -> bool:
+        rounds = find_all(self.state, PeriodicState)
+        return any(bool(r.count < r.start) for r in rounds)
+
+    @property
+    def between_rounds(self) -> bool:
+        """Whether the last step ended a round of everything."""
+        rounds = find_all(self.state, PeriodicState)
+        return all(bool(r.count == r.start) for r in rounds)
+
+    def average(self, **extra: Any) -> bool:
+        """`average` the parameters; whether that communicated, as the recorder has it."""
+        parameters = self.tree
+        averaged, self.state = self.averager.average(
+            parameters, self.state, replicas=self.recorder.levels, donate=True, **extra
+        )
+        if averaged is not parameters:
+            write(parameters, averaged)
+        return self.recorder.communicated
+
+    def update_gradients(self, **extra: Any) -> bool:
+        """`update` the gradients; whether that communicated. A parameter without a gradient has
+        zeros, and gets one only if the replicas have a mean of it."""
+        parameters = self.tree
+        gradients = [
+            None if p is None else torch.zeros_like(p) if p.grad is None else p.grad
+            for p in parameters
+        ]
+        before = None
+        if not self._direction_known:
+            before = [None if g is None else g.clone() for g in gradients]
+        updates, self.state = self.averager.update(
+            *(gradients, self.state, parameters),
+            replicas=self.recorder.levels,
+            donate=True,
+            **extra,
+        )
+        communicated = self.recorder.communicated
+        self.recorder.clear()
+        if before is not None and not communicated:
+            self._check_direction(before, updates)
+        for p, gradient in zip(parameters, updates, strict=True):
+            if p is None or gradient is p.grad:
+                continue
+            if p.grad is not None:
+                p.grad.copy_(gradient)
+            elif communicated:
+                p.grad = gradient
+        return communicated
+
+    def _check_direction(self, gradients: list[Any], updates: list[Any]) -> None:
+        if float(vdot(gradients, updates).real) < 0:
+            raise ValueError(
+                f"{self.averager!r} turns gradients into steps, but here the steps are made by "
+                f"{type(self.optimizer).__name__}: give the recipe identity() for its inner one"
+            )
+        self._direction_known = True
+
+
+@torch.no_grad()
+def write(tensors: list[Any], values: list[Any]) -> None:
+    """Copy values into tensors that are not those values already."""
+    for tensor, value in zip(tensors, values, strict=True):
+        if value is not tensor:
+            tensor.copy_(value)

@@ -1,0 +1,183 @@
+"""Every transform under JAX's transformations: `jit`, `scan`, `grad`, `vmap`, `shard_map`."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from functools import partial
+
+import numpy as np
+import pytest
+import torch
+
+import meantime as mt
+from tests import worlds
+from tests.zoo import LEVELLED, ZOO
+
+jax = pytest.importorskip("jax")
+import jax.numpy as jnp  # noqa: E402
+
+STEPS = 6
+SOLO = mt.Solo()
+NAMES = list(ZOO)
+
+
+@pytest.fixture(autouse=True)
+def quick_compilation() -> Iterator[None]:
+    """What is tested here is what JAX traces, not how well XLA optimises it."""
+    jax.config.update("jax_disable_most_optimizations", True)
+    yield
+    jax.config.update("jax_disable_most_optimizations", False)
+
+
+def numbers(*leading: int, seed: int = 0) -> dict:
+    """A tree of float32, with leading axes."""
+    rng = np.random.default_rng(seed)
+
+    def normal(*shape: int) -> np.ndarray:
+        return rng.normal(size=(*leading, *shape)).astype(np.float32)
+
+    return {"w": normal(3, 2), "b": [normal(2), None], "scale": normal()}
+
+
+def arrays(*leading: int, seed: int = 0) -> dict:
+    return jax.tree.map(jnp.asarray, numbers(*leading, seed=seed))
+
+
+def tensors(*leading: int, seed: int = 0) -> dict:
+    return jax.tree.map(torch.from_numpy, numbers(*leading, seed=seed))
+
+
+def levels(name: str, node, world):
+    return {"node": node, "world": world} if name in LEVELLED else world
+
+
+def train(tx, replicas, params, grads):
+    """The parameters and the state after a `scan` over the leading axis of the gradients."""
+
+    def body(carry, g):
+        return mt.step(tx, g, *carry, replicas=replicas), None
+
+    return jax.lax.scan(body, (params, tx.init(params)), grads)[0]
+
+
+def train_torch(tx, replicas, params, grads):
+    state = tx.init(params)
+    for step in range(STEPS):
+        g = mt.tree.map(lambda x, step=step: x[step], grads)
+        params, state = mt.step(tx, g, params, state, replicas=replicas)
+    return params, state
+
+
+def assert_close(actual, expected, tolerance: float = 1e-5) -> None:
+    assert jax.tree.structure(actual) == jax.tree.structure(expected)
+    for path, x, y in zip(
+        mt.tree.paths(expected), mt.tree.leaves(actual), mt.tree.leaves(expected), strict=True
+    ):
+        np.testing.assert_allclose(x, y, rtol=tolerance, atol=tolerance, err_msg=path)
+
+
+# --- types -----------------------------------------------------------------------------------
+
+
+def by_one(name, function, *arguments):
+    jax.eval_shape(partial(function, levels(name, SOLO, SOLO)), *arguments)
+
+
+def by_vmap(name, function, *arguments):
+    world = mt.NamedAxis("replica")
+    function = partial(function, levels(name, world.groups(2), world))
+    jax.eval_shape(jax.vmap(function, axis_name="replica"), *stacked(arguments))
+
+
+def by_shard_map(name, function, *arguments):
+    world = mt.NamedAxis(("node", "worker"))
+    function = partial(function, levels(name, mt.NamedAxis("worker"), world))
+    jax.eval_shape(worlds.sharded(function), *stacked(arguments))
+
+
+def stacked(values):
+    return jax.tree.map(lambda x: jnp.stack([x] * worlds.WORLD), values)
+
+
+@pytest.mark.parametrize("way", [by_one, by_vmap, by_shard_map])
+@pytest.mark.parametrize("name", NAMES)
+def test_a_step_keeps_every_type(name, way):
+    """Structure, shapes, dtypes, weak types and, in `shard_map`, the axes they vary over."""
+    tx, seen = ZOO[name](), []
+
+    def one_step(replicas, params, grads):
+        state = tx.init(params)
+        after = mt.step(tx, grads, params, state, replicas=replicas)
+        seen.append(tuple(jax.tree.map(jax.typeof, carry) for carry in ((params, state), after)))
+        return params
+
+    params, grads = arrays(), arrays(seed=1)
+    params["w"], grads["w"] = (x["w"].astype(jnp.bfloat16) for x in (params, grads))
+    way(name, one_step, params, grads)
+    ((before, after),) = seen
+    assert jax.tree.structure(before) == jax.tree.structure(after)
+    for path, x, y in zip(
+        mt.tree.paths(before), jax.tree.leaves(before), jax.tree.leaves(after), strict=True
+    ):
+        assert (x, x.weak_type) == (y, False), path
+
+
+# --- numbers ---------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_jit_with_donated_arguments_traces_once(name):
+    tx, replicas, traces = ZOO[name](), levels(name, SOLO, SOLO), []
+
+    @partial(jax.jit, donate_argnums=(0, 1))
+    def step(params, state, grads):
+        traces.append(0)
+        return mt.step(tx, grads, params, state, replicas=replicas)
+
+    grads = arrays(STEPS, seed=1)
+    params, state = arrays(), tx.init(arrays())
+    for i in range(STEPS):
+        before = jax.tree.leaves((params, state))
+        params, state = step(params, state, jax.tree.map(lambda x, i=i: x[i], grads))
+        assert all(x.is_deleted() for x in before)
+    assert len(traces) == 1
+    assert_close((params, state), jax.jit(partial(train, tx, replicas))(arrays(), grads))
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_derivatives_of_many_problems_are_those_of_torch(name):
+    """`jit` of `vmap` of `grad` through all steps, by the parameters and by the gradients."""
+    tx, replicas = ZOO[name](), levels(name, SOLO, SOLO)
+
+    def on_jax(params, grads):
+        params, _ = train(tx, replicas, params, grads)
+        return sum(jnp.sin(x).sum() for x in jax.tree.leaves(params))
+
+    def on_torch(params, grads):
+        params, _ = train_torch(tx, replicas, params, grads)
+        return sum(x.sin().sum() for x in mt.tree.leaves(params))
+
+    problems = 2
+    actual = jax.jit(jax.vmap(jax.grad(on_jax, (0, 1))))(
+        arrays(problems), arrays(problems, STEPS, seed=1)
+    )
+    expected = torch.func.vmap(torch.func.grad(on_torch, (0, 1)))(
+        tensors(problems), tensors(problems, STEPS, seed=1)
+    )
+    assert_close(actual, expected, 1e-4)
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_replicas_of_a_mesh_are_those_of_torch(name):
+    """`shard_map(check_vma=True)` on a mesh of 2 x 2 devices and `torch.func.vmap`."""
+    tx, world = ZOO[name](), mt.NamedAxis(("node", "worker"))
+    replicas = levels(name, mt.NamedAxis("worker"), world)
+    start, grads = arrays(worlds.WORLD), arrays(worlds.WORLD, STEPS, seed=1)
+    actual = jax.jit(worlds.sharded(partial(train, tx, replicas)))(start, grads)
+
+    world = mt.Vmapped(worlds.WORLD)
+    replicas = levels(name, world.groups(2), world)
+    expected = torch.func.vmap(partial(train_torch, tx, replicas))(
+        tensors(worlds.WORLD), tensors(worlds.WORLD, STEPS, seed=1)
+    )
+    assert_close(actual, expected)
