@@ -42,10 +42,12 @@ examples: export MPLBACKEND ?= Agg
 examples: $(DEV) ## run every file of examples/
 	@set -e; for file in $(sort $(wildcard examples/*.py)); do \
 		case $$file in \
-			*/classic_script.py) launch="-m torch.distributed.run --standalone \
-				--local-addr 127.0.0.1 --nproc-per-node 2" ;; \
-			*) launch= ;; \
+			*/classic_script.py | */accelerate_script.py) ranks=2 ;; \
+			*/fsdp2_hybrid.py) ranks=4 ;; \
+			*) ranks= ;; \
 		esac; \
+		launch=$${ranks:+-m torch.distributed.run --standalone --local-addr 127.0.0.1 \
+			--nproc-per-node $$ranks}; \
 		echo "== $$file"; \
 		$(BIN)/python $$launch $$file; \
 	done

@@ -58,6 +58,7 @@ from meantime.replicas import Recorded as Recorded
 from meantime.replicas import Replicas as Replicas
 from meantime.replicas import Solo as Solo
 from meantime.replicas import Vmapped as Vmapped
+from meantime.replicas import check_agreement as check_agreement
 from meantime.state import find as find
 from meantime.state import find_all as find_all
 from meantime.state import load_state_dict as load_state_dict

@@ -18,19 +18,31 @@ def adopt(leaves: list[Any]) -> bool:
     jax = sys.modules.get("jax")
     if jax is None or jax.tree_util.all_leaves(leaves):
         return False
-    unknown = {type(leaf) for leaf in leaves if not jax.tree_util.all_leaves([leaf])}
-    for kind in unknown:
+    unknown = {type(leaf): leaf for leaf in leaves if not jax.tree_util.all_leaves([leaf])}
+    for kind, node in unknown.items():
+        pairs, _ = _one_level(node)
+        named = all(isinstance(path[0], jax.tree_util.GetAttrKey) for path, _ in pairs)
         optree.register_pytree_node(
-            kind, _flatten, _unflatten, namespace=optree.registry.__GLOBAL_NAMESPACE
+            kind,
+            _flatten,
+            _unflatten,
+            path_entry_type=optree.GetAttrEntry if pairs and named else optree.AutoEntry,
+            namespace=optree.registry.__GLOBAL_NAMESPACE,
         )
     return True
 
 
-def _flatten(node: Any) -> tuple[list[Any], Any, list[Any]]:
-    """One level: children, structure (which compares as JAX does) and names of the children."""
-    from jax.tree_util import keystr, tree_flatten_with_path
+def _one_level(node: Any) -> tuple[list[tuple[Any, Any]], Any]:
+    """The children with their keys, and the structure, which compares as JAX compares it."""
+    from jax.tree_util import tree_flatten_with_path
 
-    pairs, structure = tree_flatten_with_path(node, is_leaf=lambda child: child is not node)
+    return tree_flatten_with_path(node, is_leaf=lambda child: child is not node)
+
+
+def _flatten(node: Any) -> tuple[list[Any], Any, list[str]]:
+    from jax.tree_util import keystr
+
+    pairs, structure = _one_level(node)
     return [child for _, child in pairs], structure, [keystr(p, simple=True) for p, _ in pairs]
 
 

@@ -1,6 +1,6 @@
 """Post-local SGD in `DistributedDataParallel`, on the schedule of the optimizer."""
 
-from __future__ import annotations
+# No postponed annotations here: DistributedDataParallel compares those of a hook.
 
 from collections.abc import Callable
 from typing import Any

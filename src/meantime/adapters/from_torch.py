@@ -125,7 +125,7 @@ def from_torch(optimizer_class: type[Optimizer], **hyperparameters: Any) -> Tran
         if not flat:
             return params, state
         stepping = [x.detach() if in_place else x.detach().clone() for x in flat]
-        grads = [x.detach() for x in tree.leaves(updates)]
+        grads = [_like(x, p) for x, p in zip(spec.flatten_up_to(updates), stepping, strict=True)]
         kept: list[Any] = spec.flatten_up_to(state.slots)
         given: list[Slots] = [{} for _ in kept]
         if state.count > 0:
@@ -155,6 +155,13 @@ def from_torch(optimizer_class: type[Optimizer], **hyperparameters: Any) -> Tran
     tx = Transform(init, update)
     tx.update.apply = apply  # type: ignore[attr-defined]
     return tx
+
+
+def _like(grad: Tensor, parameter: Tensor) -> Tensor:
+    """The gradient with the strides of its parameter, which fused kernels take for granted."""
+    if grad.stride() == parameter.stride():
+        return grad.detach()
+    return torch.empty_like(parameter, dtype=grad.dtype).copy_(grad)
 
 
 def _check_leaves(params: Tree, name: str) -> None:

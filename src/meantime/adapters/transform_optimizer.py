@@ -13,17 +13,26 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from meantime import tree
-from meantime.adapters.per_parameter import Layout, layout, restore
+from meantime.adapters.per_parameter import Layout, layout, new_entries, restored_entries
 from meantime.transform import Transform, as_transform, step
 
 
 class _Rule(NamedTuple):
-    """What a parameter group is stepped with: the transform made of these hyperparameters, and
-    where its state is kept."""
+    """What a parameter group is stepped with: the transform made of these hyperparameters, the
+    layout of its state for the first parameter, and for the lists of parameters stepped of late."""
 
     hyperparameters: dict[str, Any]
     transform: Transform
-    layout: Layout
+    form: Layout
+    layouts: dict[tuple[int, ...], Layout]
+
+    def layout_of(self, parameters: list[Tensor]) -> Layout:
+        key = tuple(map(id, parameters))
+        if key not in self.layouts:
+            if len(self.layouts) > 8:  # which parameters have gradients changes all the time
+                self.layouts.clear()
+            self.layouts[key] = layout(self.transform, parameters)
+        return self.layouts[key]
 
 
 class TransformOptimizer(Optimizer):
@@ -34,9 +43,9 @@ class TransformOptimizer(Optimizer):
     their storage, strides and ties survive.
 
     The state is kept as other optimizers keep theirs, in a dict for each parameter: what the
-    transform keeps in the shape of the parameters, and a copy of what they share (a counter, say).
-    A parameter without a gradient is skipped and its state stays, so that its counter falls behind;
-    parameters of one group whose counters differ are stepped apart from each other.
+    transform keeps in the shape of the parameters, and what they share (a counter, say). A
+    parameter without a gradient is skipped, and its state stays: its counter falls behind.
+    Parameters whose counters differ are stepped apart from each other.
 
     Args:
         params: parameters, named parameters or parameter groups, as for any optimizer.
@@ -46,8 +55,9 @@ class TransformOptimizer(Optimizer):
         hyperparameters: their values for groups that have none of their own, as `make` names
             them; schedulers look for `lr`.
 
-    The transform sees the parameters of a group as a list, so `clip_by_global_norm` clips each
-    group by a norm of its own.
+    The transform sees those parameters of one group that are stepped together, as a list:
+    `clip_by_global_norm` clips each group by a norm of its own, and masks and labels are functions
+    of the parameters.
 
     Raises:
         TypeError: `make` does not take these hyperparameters, or returns no transform or one that
@@ -140,24 +150,21 @@ class TransformOptimizer(Optimizer):
         super().__setstate__({**state, "_rules": {}})
 
     def _step(self, rule: _Rule, parameters: list[Tensor]) -> None:
-        kept, tx = rule.layout, rule.transform
-        fresh = [p for p in parameters if kept.names and p not in self.state]
-        if fresh:
-            self._keep(kept, fresh, tx.init(fresh))
-        entries = {p: self.state.get(p, {}) for p in parameters}
-        for alike in kept.alike(entries):
-            before = kept.join([entries[p] for p in alike])
+        tx, kept = rule.transform, rule.layout_of(parameters)
+        if kept.names:
+            for parameter in parameters:
+                if parameter not in self.state:
+                    self.state[parameter] = new_entries(tx, parameter)
+        rows = {p: self.state.get(p, {}) for p in parameters}
+        for alike in kept.alike(rows):
+            entries = [rows[p] for p in alike]
+            own = rule.layout_of(alike)
             grads = [p.grad for p in alike]
-            values, after = step(tx, grads, alike, before, donate=True)
+            values, state = step(tx, grads, alike, own.join(entries), donate=True)
             for parameter, value in zip(alike, values, strict=True):
                 if value is not parameter:
                     parameter.copy_(value)
-            self._keep(kept, alike, after)
-
-    def _keep(self, kept: Layout, parameters: list[Tensor], state: Any) -> None:
-        for parameter, entries in zip(parameters, kept.split(state, len(parameters)), strict=True):
-            if entries:
-                self.state[parameter].update(entries)
+            own.split(state, entries)
 
     def _rule(self, i: int) -> _Rule:
         """That of the i-th group for its present hyperparameters."""
@@ -166,19 +173,16 @@ class TransformOptimizer(Optimizer):
         if rule is not None and rule.hyperparameters == values:
             return rule
         tx = self._made(group)
-        new = _Rule(values, tx, layout(tx, group["params"][0]))
-        if (
-            rule is not None
-            and rule.layout != new.layout
-            and any(p in self.state for p in group["params"])
-        ):
+        form = layout(tx, group["params"][:1])
+        same = rule is not None and rule.form == form
+        if rule is not None and not same and any(p in self.state for p in group["params"]):
             raise ValueError(
                 f"with the hyperparameters {values} the state of parameter group {i} would be "
-                f"{list(new.layout.names)}, but it is {list(rule.layout.names)}: change only "
-                "values that keep its form, or make a new optimizer"
+                f"{list(form.names)}, but it is {list(rule.form.names)}: change only values that "
+                "keep its form, or make a new optimizer"
             )
-        self._rules[i] = new
-        return new
+        self._rules[i] = _Rule(values, tx, form, rule.layouts if rule is not None and same else {})
+        return self._rules[i]
 
     def _made(self, group: dict[str, Any]) -> Transform:
         tx = as_transform(self.make(**self._hyperparameters(group)))
@@ -201,11 +205,17 @@ class TransformOptimizer(Optimizer):
         """Loaded entries, if they are those that the transforms keep."""
         restored = defaultdict(dict, {k: tree.map(lambda x: x.value, v) for k, v in state.items()})
         for i, group in enumerate(param_groups):
+            missing = sorted((self._names & self.defaults.keys()) - group.keys())
+            if missing:
+                raise ValueError(
+                    f"parameter group {i} of the saved state has no {missing}: it is that of "
+                    "another optimizer"
+                )
             tx = self._made(group)
             for j, parameter in enumerate(group["params"]):
                 if parameter in restored:
                     try:
-                        restored[parameter] = restore(tx, parameter, restored[parameter])
+                        restored[parameter] = restored_entries(tx, parameter, restored[parameter])
                     except ValueError as error:
                         raise ValueError(f"parameter {j} of group {i}: {error}") from None
         return restored

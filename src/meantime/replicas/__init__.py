@@ -1,5 +1,6 @@
 """Who the other replicas are."""
 
+from meantime.replicas.agreement import check_agreement as check_agreement
 from meantime.replicas.base import Replicas as Replicas
 from meantime.replicas.base import resolve as resolve
 from meantime.replicas.distributed import Distributed as Distributed

@@ -10,7 +10,6 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch.utils.weak import WeakIdKeyDictionary
 
 from meantime.adapters.dropin.parameters import Parameters, averaged, flat, integer, trained
 from meantime.adapters.dropin.processes import consecutive, members
@@ -31,7 +30,7 @@ class ModelAverager:
         self._transform = periodic(averager, period, after=warmup_steps, first=warmup_steps + 1)
         self._replicas = replicas
         # For each set of parameters, known by its first: the state of the transform.
-        self._states = WeakIdKeyDictionary()
+        self._states: dict[Tensor, PeriodicState] = {}
         self._start = 0  # with how many calls other sets begin
 
     def average_parameters(self, params: Parameters) -> None:
@@ -87,13 +86,6 @@ class ModelAverager:
             torch.tensor(n, dtype=torch.int32) for n in (calls, start, due, 0)
         )
         return PeriodicState(count, start_, due_, MeanState(none))
-
-    def __getstate__(self) -> dict[str, Any]:
-        # As pairs: copies are for the copies of the parameters.
-        return {**self.__dict__, "_states": list(self._states.items())}
-
-    def __setstate__(self, state: dict[str, Any]) -> None:
-        self.__dict__.update(state, _states=WeakIdKeyDictionary(dict(state["_states"])))
 
 
 class PeriodicModelAverager(ModelAverager):

@@ -1,6 +1,6 @@
 """Post-local SGD in `DistributedDataParallel`: torch's communication hook `post_localSGD_hook`."""
 
-from __future__ import annotations
+# No postponed annotations here: DistributedDataParallel compares those of a hook.
 
 from typing import Any
 
