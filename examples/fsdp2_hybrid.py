@@ -27,7 +27,7 @@ def main():
         raise SystemExit("start this with torchrun, see the top of the file")
     dist.init_process_group("gloo")
     mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("replica", "shard"))
-    rank, replica = dist.get_rank(), mesh.get_local_rank("replica")
+    rank = dist.get_rank()
 
     bunch = load_digits()
     images = torch.tensor(bunch.data / 16, dtype=torch.float32)

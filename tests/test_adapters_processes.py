@@ -166,6 +166,47 @@ def test_starts(gloo):
     gloo.run(start_body)
 
 
+def kinds_body():
+    rank = float(dist.get_rank())
+    parameters = [
+        torch.nn.Parameter(torch.tensor(rank)),
+        torch.nn.Parameter(torch.empty(0, 3)),
+        torch.nn.Parameter(torch.full((2,), rank, dtype=torch.bfloat16)),
+        torch.nn.Parameter(torch.full((2,), rank, dtype=torch.float64)),
+        torch.nn.Parameter(torch.full((2,), 60000.0, dtype=torch.float16)),
+        torch.nn.Parameter(torch.full((2,), 6e-8, dtype=torch.float16)),
+        torch.nn.Parameter(torch.full((2,), rank * (1 + 1j))),
+        torch.nn.Parameter(torch.full((2, 3), rank).t()),
+        torch.nn.Parameter(torch.full((2,), int(rank)), requires_grad=False),
+    ]
+    optimizer = AveragingOptimizer(
+        torch.optim.SGD(parameters, lr=1.0),
+        mt.average_params(),
+        replicas=mt.Distributed(),
+        start="broadcast",
+    )
+    with torch.no_grad():
+        for i in (0, 2, 3, 6, 7, 8):
+            parameters[i].add_(int(rank))
+    optimizer.average_now()
+    found = [p.detach().flatten()[:1].tolist() for p in parameters]
+    tiny = torch.tensor(6e-8, dtype=torch.float16).item()
+    assert found == [[1.5], [], [1.5], [1.5], [60000.0], [tiny], [1.5], [1.5], [int(rank)]]
+
+    from torch.distributed.optim import ZeroRedundancyOptimizer
+
+    shared = ZeroRedundancyOptimizer([parameters[0]], torch.optim.SGD, lr=1.0)
+    message = raised(
+        TypeError,
+        lambda: AveragingOptimizer(shared, mt.average_params(), replicas=mt.Distributed()),
+    )
+    assert "fully_shard" in message
+
+
+def test_kinds_of_parameters_and_optimizers(gloo):
+    gloo.run(kinds_body)
+
+
 # --- warm-up ---------------------------------------------------------------------------------
 
 
@@ -241,6 +282,24 @@ def evaluation_body():
     assert equal(own, copies(model))
     train(model, optimizer, 7, start=3)  # it was no step: the tenth synchronises
     assert same_on_all_ranks(model.parameters())
+
+    # With an average along the trajectory that is shown: bfloat16 weights that move too little to
+    # be seen in a bfloat16 average are seen in ours.
+    weight = torch.nn.Parameter(torch.ones(1, dtype=torch.bfloat16))
+    optimizer = AveragingOptimizer(
+        torch.optim.SGD([weight], lr=1.0),
+        mt.chain(mt.periodic(mt.average_params(), every=2), mt.ema(0.999)),
+        replicas=mt.Distributed(),
+    )
+    for step in range(2001):
+        weight.grad = torch.full_like(weight, -1.0 if step == 1 else 0.0)
+        optimizer.step()
+    assert float(mt.find(optimizer.averager_state, mt.TrajectoryState).average[0]) == pytest.approx(
+        2 - 0.999**2000, abs=1e-4
+    )
+    with optimizer.averaged_parameters():
+        assert weight.item() == 1.8671875  # 1.8648 in bfloat16
+    assert weight.item() == 2.0
 
 
 def test_averaged_parameters(gloo):

@@ -230,7 +230,6 @@ def test_errors():
             torch.optim.SGD(model.parameters(), lr=0.1), mt.average_params, replicas=mt.Solo()
         )
 
-
     with pytest.raises(TypeError, match="run a batch"):
         wrapped(torch.nn.LazyLinear(2))
     with pytest.raises(TypeError, match="meta device"):

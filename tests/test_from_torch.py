@@ -47,11 +47,13 @@ def start(dtype=torch.float32):
 
 
 def gradients(params, steps):
+    """Laid out in memory as the parameters, as autograd lays them out."""
     generator = torch.Generator().manual_seed(1)
-    return [
-        mt.tree.map(lambda p: torch.randn(p.shape, generator=generator).to(p.dtype), params)
-        for _ in range(steps)
-    ]
+
+    def draw(p):
+        return torch.empty_like(p).copy_(torch.randn(p.shape, generator=generator))
+
+    return [mt.tree.map(draw, params) for _ in range(steps)]
 
 
 def in_torch(optimizer_class, options, params, grads):

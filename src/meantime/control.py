@@ -31,16 +31,19 @@ def counter(params: Any, *, local: bool = False) -> Array:
     """A 0-d int32 zero in the library of `params`.
 
     A torch counter lives on the CPU, so that asking whether a step is due never waits for an
-    accelerator. What is no array is refused here, as nearly every state counts. `local` counters differ between replicas: under JAX's `shard_map` they have
+    accelerator. `local` counters differ between replicas: under JAX's `shard_map` they have
     the varying type of the parameters from the start.
+
+    Raises:
+        TypeError: a leaf is no array; nearly every state counts, so that it is found here.
     """
     found = tree.leaves(params) or [_of_no_leaves(params)]
     for i, leaf in enumerate(found):
         if not arrays.is_array(leaf):
             where = tree.paths(params)[i] or "the tree"
             raise TypeError(
-                f"parameters are trees of arrays, but {where} is a {type(leaf).__qualname__}: leave "
-                "it out (None), or register its class with optree or jax.tree_util as a node"
+                f"parameters are trees of arrays, but {where} is of {type(leaf)!r}: leave it out "
+                "(None), or register its class as a node with optree or jax.tree_util"
             )
     like = found[0]
     if local and not isinstance(like, torch.Tensor):

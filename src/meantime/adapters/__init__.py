@@ -4,5 +4,5 @@ from meantime.adapters.averaging_optimizer import AveragingOptimizer as Averagin
 from meantime.adapters.ddp_hook import post_local_hook as post_local_hook
 from meantime.adapters.from_torch import TorchState as TorchState
 from meantime.adapters.from_torch import from_torch as from_torch
-from meantime.adapters.transform_optimizer import TransformOptimizer as TransformOptimizer
 from meantime.adapters.synchronisation import Synchronisation as Synchronisation
+from meantime.adapters.transform_optimizer import TransformOptimizer as TransformOptimizer

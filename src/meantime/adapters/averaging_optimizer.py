@@ -123,7 +123,7 @@ class AveragingOptimizer(OptimizerWrapper, Joinable):
             from meantime.adapters.arena import arena as gather_in_arena
 
             gather_in_arena(self._averaging.parameters)
-        parameters = self._averaging.tree
+        parameters = self._averaging.everyone  # frozen ones too
         equal_start(self.averager, parameters, self._buffers, self._world, start)
         self._averaging.admit()  # what the state holds of the parameters is that of replica 0
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 import inspect
 from typing import Any, NamedTuple
 
-import optree
 import torch
 from torch import Tensor
 from torch.optim import Optimizer
@@ -87,8 +86,10 @@ def from_torch(optimizer_class: type[Optimizer], **hyperparameters: Any) -> Tran
     # Hyperparameters out of range are found here; every optimizer takes a matrix.
     build([torch.zeros(1, 1)], torch.tensor(0))
 
-    def run(params: list[Tensor], grads: list[Tensor], count: Array, slots: list[Slots]) -> Any:
-        """Step parameters and slots in place; without slots, as a new optimizer. The slots."""
+    def run(
+        params: list[Tensor], grads: list[Tensor], count: Array, slots: list[Slots]
+    ) -> list[Slots]:
+        """Step parameters and slots in place, without slots as a new optimizer. The slots."""
         optimizer = build(params, count)
         for parameter, grad, kept in zip(params, grads, slots, strict=True):
             parameter.grad = grad
@@ -121,16 +122,16 @@ def from_torch(optimizer_class: type[Optimizer], **hyperparameters: Any) -> Tran
         updates: Tree, state: TorchState, params: Tree, in_place: bool, donate: bool
     ) -> tuple[Tree, TorchState]:
         _check_leaves(params, name)
-        flat, spec = optree.tree_flatten(params)
+        flat, spec = tree.flatten(params)
         if not flat:
             return params, state
         stepping = [x.detach() if in_place else x.detach().clone() for x in flat]
-        grads = [_like(x, p) for x, p in zip(spec.flatten_up_to(updates), stepping, strict=True)]
-        kept: list[Any] = spec.flatten_up_to(state.slots)
-        given: list[Slots] = [{} for _ in kept]
+        given, kept = (list[Any](spec.flatten_up_to(t)) for t in (updates, state.slots))
+        grads = [_like(x, p) for x, p in zip(given, stepping, strict=True)]
+        slots: list[Slots] = [{} for _ in kept]
         if state.count > 0:
-            given = [{k: v if donate else v.clone() for k, v in row.items()} for row in kept]
-        slots = run(stepping, grads, state.count, given)
+            slots = [{k: v if donate else v.clone() for k, v in row.items()} for row in kept]
+        slots = run(stepping, grads, state.count, slots)
         for old, new in zip(kept, slots, strict=True):
             if old.keys() != new.keys():
                 raise TypeError(f"{name} changed its state from {[*old]} to {[*new]}")

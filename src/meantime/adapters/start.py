@@ -49,13 +49,13 @@ def check_parameters(parameters: list[Tensor]) -> None:
 @torch.no_grad()
 def equal_start(
     averager: Transform,
-    parameters: list[Tensor | None],
+    parameters: list[Tensor],
     buffers: list[Tensor],
     world: Replicas,
     how: str,
 ) -> None:
     """See to it that all replicas start from the same values, with the same averager."""
-    tensors = [*(p for p in parameters if p is not None), *buffers]
+    tensors = [*parameters, *buffers]
     compare_lines([repr(averager), *describe([parameters, buffers])], world)
     if how == "broadcast":
         for tensor, value in zip(tensors, world.broadcast(tensors), strict=True):

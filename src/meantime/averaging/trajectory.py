@@ -11,7 +11,6 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
-import optree
 import torch
 
 from meantime import arrays, tree
@@ -237,5 +236,5 @@ def _floating(params: Tree) -> Tree:
 def _with_integers(average: Tree, params: Tree) -> Tree:
     """The average of the floating leaves, with copies of all others."""
     means = iter(tree.leaves(average))
-    leaves, spec = optree.tree_flatten(params)
+    leaves, spec = tree.flatten(params)
     return spec.unflatten([next(means) if arrays.is_inexact(x) else copy(x) for x in leaves])
