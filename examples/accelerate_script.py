@@ -2,7 +2,7 @@
 
     torchrun --standalone --nproc-per-node 2 examples/accelerate_script.py
 
-`accelerate launch` starts it as well, and alone it is training in one process.
+Alone it is training in one process. On GPUs `accelerate launch` starts it as well.
 """
 
 import os

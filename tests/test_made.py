@@ -24,11 +24,8 @@ def outcome(tx, name):
 @pytest.mark.parametrize("name", sorted(ZOO))
 def test_every_transform_is_made_again(name):
     tx = ZOO[name]()
-    try:
-        again = pickle.loads(pickle.dumps(tx))
-    except (AttributeError, pickle.PicklingError) as error:
-        assert "lambda" in str(error)  # one of its arguments is a local function
-        again = copy.deepcopy(tx)
+    # A local function among the arguments can be copied but not pickled.
+    again = copy.deepcopy(tx) if "<lambda>" in repr(tx) else pickle.loads(pickle.dumps(tx))
     assert repr(again) == repr(tx) == repr(ZOO[name]())
     assert "0x" not in repr(tx)
     for a, b in zip(outcome(tx, name), outcome(again, name), strict=True):
