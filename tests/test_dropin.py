@@ -95,12 +95,13 @@ def schedules_body():
             found = [averages(i.HierarchicalModelAverager(sizes, warmup)) for i in (TORCH, dropin)]
             assert found[0] == found[1], (sizes, warmup)
     # From any call on, as if never stopped.
-    whole = averages(dropin.PeriodicModelAverager(3, 2))
-    for start in range(9):
-        averager = dropin.PeriodicModelAverager(3, 2)
-        averager.step = start
-        assert averages(averager, 4) == whole[start : start + 4]
-        assert averager.step == start + 4
+    hierarchical = dropin.HierarchicalModelAverager({2: 2, 3: 4}, 2)
+    for averager in (dropin.PeriodicModelAverager(3, 2), hierarchical):
+        whole = averages(averager)
+        for start in range(9):
+            averager.step = start
+            assert averages(averager, 4) == whole[start : start + 4]
+            assert averager.step == start + 4
 
 
 def test_schedules(gloo):
@@ -110,7 +111,7 @@ def test_schedules(gloo):
 def test_the_periodic_averager_is_a_transform_of_the_library():
     ours = dropin.PeriodicModelAverager(4, warmup_steps=2)
     ours._replicas = recorded = mt.Recorded(mt.Solo())
-    tx = mt.periodic(mt.average_params(), every=4, first=3)
+    tx = mt.periodic(mt.average_params(), every=4, after=2, first=3)
     p, state, world = ones(), tx.init([]), mt.Recorded(mt.Solo())
     for _ in range(12):
         ours.average_parameters([p])

@@ -262,7 +262,7 @@ def lookalike(lr, weight_decay=0.01):
 
 
 def wrong_states(model):
-    """Of another rule, also one with the same hyperparameters, of torch, of other shapes, groups."""
+    """Of other rules, also with the same hyperparameters, of torch, of other shapes and groups."""
     yield r"has no \['weight_decay'\]", trained(model, sgd, momentum=0.0).state_dict()
     yield r"parameter 0 of group 0: .*missing .*'0\.mu'", trained(model, lookalike).state_dict()
     yield r"missing .*'0\.count'", torch_trained(model).state_dict()

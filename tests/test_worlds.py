@@ -2,18 +2,20 @@
 
 from __future__ import annotations
 
-import re
+import sys
 
 import numpy as np
 import pytest
 
 import meantime as mt
 from tests import worlds
+from tests.hlo import Program
 
 NAMES = list(worlds.RECIPES)
 
 
-def check(actual: np.ndarray, name: str, tolerance: float = 1e-11) -> None:
+def check(actual: np.ndarray, name: str, tolerance: float | None = None) -> None:
+    tolerance = tolerance or worlds.RECIPES[name].tolerance
     assert actual.dtype == np.float64
     np.testing.assert_allclose(actual, worlds.run_numpy(name), rtol=tolerance, atol=tolerance)
 
@@ -30,6 +32,24 @@ def test_references_differ(name):
     others = [worlds.run_numpy(other) for other in NAMES if other != name]
     assert all(np.abs(mine - other).max() > 1e-3 for other in others)
     assert np.ptp(mine, axis=1).max() > 1e-2  # replicas go apart between synchronisations
+
+
+def test_every_transform_is_in_a_recipe():
+    """What is missing here wants a recipe, and a reference in NumPy, in `worlds.RECIPES`."""
+    transforms = {
+        name
+        for name, value in vars(mt).items()
+        if getattr(value, "__annotations__", {}).get("return") == "Transform"
+    }
+    called = set()
+    sys.setprofile(lambda frame, event, argument: called.add(frame.f_code.co_name))
+    try:
+        for recipe in worlds.RECIPES.values():
+            recipe.transform()
+    finally:
+        sys.setprofile(None)
+    assert len(transforms) > 20
+    assert transforms - called == set()
 
 
 @pytest.mark.parametrize("name", NAMES)
@@ -54,90 +74,40 @@ def test_shard_map(name, x64):
 
 # --- what runs when nothing is due -----------------------------------------------------------
 
-COLLECTIVE = re.compile(r"\b(all-reduce|all-gather|collective-permute|all-to-all)(-start)?\(")
 
-
-def computations(hlo: str) -> dict[str, list[str]]:
-    """The lines of every computation of an HLO module, by its name; ENTRY is the entry."""
-    found: dict[str, list[str]] = {}
-    lines: list[str] = []
-    for line in hlo.splitlines():
-        head = re.match(r"(ENTRY )?%?([\w.\-]+) .*\{$", line)
-        if head and not line.startswith(" "):
-            lines = found.setdefault("ENTRY" if head[1] else head[2], [])
-        else:
-            lines.append(line)
-    return found
-
-
-def collectives(found: dict[str, list[str]], name: str, *, into_branches: bool) -> int:
-    """Collectives in a computation and in what it calls."""
-    total = 0
-    for line in found[name]:
-        total += bool(COLLECTIVE.search(line))
-        if into_branches or " conditional(" not in line:
-            for called in set(re.findall(r"%([\w.\-]+)", line)) & set(found):
-                total += collectives(found, called, into_branches=into_branches)
-    return total
-
-
-def branches(found: dict[str, list[str]]) -> list[list[int]]:
-    """For every conditional, the collectives of each of its branches."""
-    counts = []
-    for lines in found.values():
-        for line in lines:
-            if " conditional(" not in line:
-                continue
-            called = re.search(r"branch_computations=\{([^}]*)\}", line)
-            names = (
-                re.findall(r"[\w.\-]+", called[1])
-                if called
-                else re.findall(r"(?:true|false)_computation=%?([\w.\-]+)", line)
-            )
-            counts.append([collectives(found, name, into_branches=True) for name in names])
-    return counts
-
-
-def compiled(tx):
+def compiled(recipe):
     """A scan over steps: its counters are no constants that the compiler could decide upon."""
     import jax
     import jax.numpy as jnp
 
-    loop = worlds.jax_loop(tx, mt.NamedAxis(("node", "worker")))
+    loop = worlds.jax_loop(recipe, mt.NamedAxis(("node", "worker")))
     params = jax.tree.map(lambda x: jnp.stack([jnp.float32(x)] * 4), worlds.start())
     x, y = (jnp.float32(a) for a in worlds.data())
-    text = jax.jit(worlds.sharded(loop)).lower(params, x, y).compile().as_text()
-    return computations(text)
+    return Program(jax.jit(worlds.sharded(loop)).lower(params, x, y).compile())
 
 
 def test_counting_of_collectives():
     """An unconditional mean is seen outside of every conditional."""
     pytest.importorskip("jax")
-    found = compiled(mt.chain(mt.mean(), mt.sgd(0.1)))
-    assert collectives(found, "ENTRY", into_branches=False) > 0
+    always = worlds.Recipe(lambda: mt.chain(mt.mean(), mt.sgd(0.1)), None)
+    assert compiled(always).always() > 0
 
 
 @pytest.mark.parametrize("name", ["local_sgd", "diloco", "slowmo"])
 def test_not_due_runs_no_collective(name):
     pytest.importorskip("jax")
-    tx = worlds.RECIPES[name].transform()
-    found = compiled(tx)
-    assert collectives(found, "ENTRY", into_branches=False) == 0
-    communicating = [counts for counts in branches(found) if any(counts)]
-    assert len(communicating) == 1
-    wait, synchronise = sorted(communicating[0])
-    assert (wait, synchronise > 0) == (0, True)
-    # w, b, the weight and its mean: four sums and what the compiler fuses of them
-    assert synchronise <= 4
+    program = compiled(worlds.RECIPES[name])
+    assert program.always() == 0
+    # w, b, the weight and its mean, in one message
+    assert [sorted(counts) for counts in program.branches()] == [[0, 1]]
 
 
 def test_warmup_is_a_branch():
     """Averaged gradients and averaged parameters: one branch each."""
     pytest.importorskip("jax")
-    tx = worlds.RECIPES["post_local_sgd, momentum"].transform()
-    found = compiled(tx)
-    assert collectives(found, "ENTRY", into_branches=False) == 0
-    assert [sorted(map(bool, c)) for c in branches(found) if any(c)] == [[False, True]] * 2
+    program = compiled(worlds.RECIPES["post_local_sgd, momentum"])
+    assert program.always() == 0
+    assert [sorted(counts) for counts in program.branches()] == [[0, 1]] * 2
 
 
 def test_state_is_a_scan_carry_in_shard_map():
@@ -149,10 +119,12 @@ def test_state_is_a_scan_carry_in_shard_map():
     for recipe in worlds.RECIPES.values():
         tx, replicas = recipe.transform(), levels if recipe.levels else world
 
-        def types(params, x, y, tx=tx, replicas=replicas):
+        def types(params, x, y, recipe=recipe, tx=tx, replicas=replicas):
             state = tx.init(params)
             before = jax.tree.map(jax.typeof, (params, state))
-            after = worlds.one_step(tx, jax.grad(worlds.loss), replicas, params, state, x, y)
+            after = worlds.one_step(
+                recipe, tx, jax.grad(worlds.loss), replicas, params, state, x, y
+            )
             seen.append((before, jax.tree.map(jax.typeof, after)))
             return params
 

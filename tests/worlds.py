@@ -54,8 +54,10 @@ def loss(params, x, y):
 # --- the loop through the library ------------------------------------------------------------
 
 
-def one_step(tx, grad, replicas, params, state, x, y):
-    return mt.step(tx, grad(params, x, y), params, state, replicas=replicas)
+def one_step(recipe, tx, grad, replicas, params, state, x, y):
+    """The weight of a replica, where the recipe has weights, changes from step to step."""
+    extra = {"weight": abs(y[0])} if recipe.weighted else {}
+    return mt.step(tx, grad(params, x, y), params, state, replicas=replicas, **extra)
 
 
 def train(recipe, grad, replicas, params, xs, ys):
@@ -64,7 +66,7 @@ def train(recipe, grad, replicas, params, xs, ys):
     state = tx.init(params)
     trajectory = []
     for x, y in zip(xs, ys, strict=True):
-        params, state = one_step(tx, grad, replicas, params, state, x, y)
+        params, state = one_step(recipe, tx, grad, replicas, params, state, x, y)
         shown = recipe.shown(state, params)
         trajectory.append((shown["w"], shown["b"]))
     return trajectory
@@ -108,19 +110,17 @@ def run_processes() -> dict[str, np.ndarray]:
     return results
 
 
-def the_parameters(state, params):
-    return params
-
-
-def jax_loop(tx, replicas, shown=the_parameters) -> Callable[..., Any]:
+def jax_loop(recipe, replicas) -> Callable[..., Any]:
     """`(params, xs, ys) -> trajectory` of one replica, as a `lax.scan`."""
     import jax
 
+    tx = recipe.transform()
+
     def loop(params, xs, ys):
         def body(carry, batch):
-            params, state = one_step(tx, jax.grad(loss), replicas, *carry, *batch)
-            seen = shown(state, params)
-            return (params, state), (seen["w"], seen["b"])
+            params, state = one_step(recipe, tx, jax.grad(loss), replicas, *carry, *batch)
+            shown = recipe.shown(state, params)
+            return (params, state), (shown["w"], shown["b"])
 
         return jax.lax.scan(body, (params, tx.init(params)), (xs, ys))[1]
 
@@ -132,7 +132,7 @@ def run_jax_vmap(name: str) -> np.ndarray:
 
     recipe, world = RECIPES[name], mt.NamedAxis("replica")
     replicas = hierarchy(world) if recipe.levels else world
-    loop = jax_loop(recipe.transform(), replicas, recipe.shown)
+    loop = jax_loop(recipe, replicas)
     params = jax.tree.map(jax.numpy.asarray, start())
     w, b = jax.jit(jax.vmap(partial(loop, params), axis_name="replica"))(*data())
     return np.concatenate([w, b[..., None]], 2).swapaxes(0, 1)
@@ -163,7 +163,7 @@ def run_shard_map(name: str) -> np.ndarray:
 
     recipe, world = RECIPES[name], mt.NamedAxis(("node", "worker"))
     levels = {"node": mt.NamedAxis("worker"), "world": world}
-    loop = jax_loop(recipe.transform(), levels if recipe.levels else world, recipe.shown)
+    loop = jax_loop(recipe, levels if recipe.levels else world)
     params = jax.tree.map(lambda x: jnp.stack([x] * WORLD), start())
     w, b = jax.jit(sharded(loop))(params, *data())
     return np.concatenate([w, b[..., None]], 2).swapaxes(0, 1)
@@ -190,6 +190,10 @@ def everyone(theta: np.ndarray) -> np.ndarray:
     return np.broadcast_to(theta.mean(0), theta.shape).copy()
 
 
+def in_nodes(theta: np.ndarray) -> np.ndarray:
+    return np.concatenate([everyone(theta[:2]), everyone(theta[2:])])
+
+
 class NumpySGD:
     def __init__(self, rate: float | Callable[[int], float], momentum: float = 0.0):
         self.rate, self.momentum, self.buffer, self.steps = rate, momentum, None, 0
@@ -202,7 +206,7 @@ class NumpySGD:
 
 
 class NumpyAdamW:
-    def __init__(self, rate: float, decay: float, b1: float = 0.9, b2: float = 0.999):
+    def __init__(self, rate: float, decay: float = 0.0, b1: float = 0.9, b2: float = 0.999):
         self.rate, self.decay, self.b1, self.b2 = rate, decay, b1, b2
         self.m = self.v = 0.0
         self.t = 0
@@ -213,6 +217,21 @@ class NumpyAdamW:
         self.v = self.b2 * self.v + (1 - self.b2) * g**2
         m, v = self.m / (1 - self.b1**self.t), self.v / (1 - self.b2**self.t)
         return theta - self.rate * (m / (np.sqrt(v) + 1e-8) + self.decay * theta)
+
+
+class NumpyClippedNesterov:
+    """By value, by norm, with decayed weights."""
+
+    def __init__(self):
+        self.buffer, self.steps = 0.0, 0
+
+    def __call__(self, theta, g):
+        g = np.clip(g, -0.8, 0.8)
+        norm = np.linalg.norm(g, axis=1, keepdims=True)
+        g = g * np.minimum(1, 1.0 / norm) + 0.1 * theta
+        self.buffer = g if self.steps == 0 else 0.6 * self.buffer + g
+        rate, self.steps = falling(self.steps), self.steps + 1
+        return theta - rate * (g + 0.6 * self.buffer)
 
 
 def ref_local(theta, grad, inner, every, warmup=0, last=None):
@@ -227,13 +246,35 @@ def ref_local(theta, grad, inner, every, warmup=0, last=None):
         yield theta
 
 
+def ref_weighted(theta, grad, inner, warmup, due):
+    """Means by the weights of `one_step`; of gradients first, of parameters after these steps."""
+
+    def mean(rows, t):
+        weight = np.abs(data().y[:, t - 1, :1])
+        return np.broadcast_to((weight * rows).sum(0) / weight.sum(), rows.shape)
+
+    for t in range(1, STEPS + 1):
+        g = grad(theta, t)
+        theta = inner(theta, mean(g, t) if t <= warmup else g)
+        theta = mean(theta, t) if t in due else theta
+        yield theta
+
+
+def ref_levels_of_gradients(theta, grad, inner, warmup, every):
+    for t in range(1, STEPS + 1):
+        g = grad(theta, t)
+        theta = inner(theta, everyone(g) if t <= warmup else in_nodes(g))
+        theta = everyone(theta) if t % every == 0 else theta
+        yield theta
+
+
 def ref_hierarchical(theta, grad, inner, node, world):
     for t in range(1, STEPS + 1):
         theta = inner(theta, grad(theta, t))
         if t % world == 0:
             theta = everyone(theta)
         elif t % node == 0:
-            theta = np.concatenate([everyone(theta[:2]), everyone(theta[2:])])
+            theta = in_nodes(theta)
         yield theta
 
 
@@ -249,14 +290,43 @@ def ref_slowmo(theta, grad, inner, rate, every, beta, alpha):
         yield theta
 
 
-def ref_diloco(theta, grad, inner, every, gamma, mu):
+def ref_diloco(theta, grad, inner, every, gamma, mu, first=None):
+    """`first` has the step of the first synchronisation of each parameter, `every` by default."""
     anchor, b = theta[0], np.zeros_like(theta[0])
+    first = np.full(anchor.shape, every) if first is None else np.array(first)
+    for t in range(1, STEPS + 1):
+        theta = inner(theta, grad(theta, t))
+        due = (t >= first) & ((t - first) % every == 0)
+        delta = anchor - theta.mean(0)
+        b = np.where(due, mu * b + delta, b)
+        anchor = np.where(due, anchor - gamma * (delta + mu * b), anchor)
+        theta = np.where(due, anchor, theta)
+        yield theta
+
+
+def ref_outer(theta, grad, inner, outer, due):
+    """An optimizer on the mean pseudo-gradient."""
+    anchor = theta[0]
+    for t in range(1, STEPS + 1):
+        theta = inner(theta, grad(theta, t))
+        if t in due:
+            anchor = outer(anchor, anchor - theta.mean(0))
+            theta = np.tile(anchor, (WORLD, 1))
+        yield theta
+
+
+def ref_compressed(theta, grad, inner, every):
+    """The two largest of the four differences of each replica; the others go with the next."""
+    anchor, lost = theta[0], np.zeros_like(theta)
     for t in range(1, STEPS + 1):
         theta = inner(theta, grad(theta, t))
         if t % every == 0:
-            delta = anchor - theta.mean(0)
-            b = mu * b + delta
-            anchor = anchor - gamma * (delta + mu * b)
+            total = lost + (anchor - theta)
+            smallest = np.argsort(np.abs(total), axis=1)[:, :2]
+            sent = total.astype(np.float32)
+            np.put_along_axis(sent, smallest, 0, axis=1)
+            lost = total - sent
+            anchor = anchor - sent.mean(0, dtype=np.float64)
             theta = np.tile(anchor, (WORLD, 1))
         yield theta
 
@@ -280,16 +350,20 @@ class Recipe(NamedTuple):
     transform: Callable[[], Any]
     reference: Callable[..., Any]
     levels: bool = False
+    weighted: bool = False
+    tolerance: float = 1e-11
     jax_tolerance: float = 1e-11
-    shown: Callable[[Any, Any], Any] = the_parameters  # of the state and the parameters
+    # What is recorded, of the state and the parameters.
+    shown: Callable[[Any, Any], Any] = lambda state, params: params
 
 
 def falling(step: int) -> float:
-    """The learning rate of a SlowMo run, for the references."""
+    """A learning rate, for the references."""
     return 0.1 + 0.5 * (0.2 - 0.1) * (1 + math.cos(math.pi * min(step / 10, 1)))
 
 
 _falling = mt.schedules.cosine(0.2, steps=10, end=0.1)
+_half = mt.codecs.topk(0.5)
 
 RECIPES: dict[str, Recipe] = {
     "local_sgd": Recipe(
@@ -355,5 +429,66 @@ RECIPES: dict[str, Recipe] = {
             ref_local(theta, grad, NumpySGD(0.1), every=2), every=2, last=2
         ),
         shown=mt.averaged_params,
+    ),
+    "streaming_diloco": Recipe(
+        lambda: mt.streaming_diloco(mt.sgd(0.1), every=4, fragments=2),
+        lambda theta, grad: ref_diloco(
+            theta, grad, NumpySGD(0.1), 4, gamma=0.7, mu=0.9, first=[4, 4, 4, 2]
+        ),
+    ),
+    "outer adam": Recipe(
+        lambda: mt.chain(
+            mt.adam(0.05),
+            mt.periodic(mt.outer(mt.chain(mt.mean(), mt.adam(0.1))), every=3, after=1, first=2),
+        ),
+        lambda theta, grad: ref_outer(
+            theta, grad, NumpyAdamW(0.05), NumpyAdamW(0.1), due=(2, 5, 8, 11)
+        ),
+    ),
+    "gradient transforms": Recipe(
+        lambda: mt.local_sgd(
+            mt.named_chain(
+                value=mt.clip(0.8),
+                norm=mt.clip_by_global_norm(1.0),
+                decay=mt.add_decayed_weights(0.1),
+                momentum=mt.trace(0.6, nesterov=True),
+                rate=mt.scale_by_schedule(_falling),
+                down=mt.scale(-1.0),
+                nothing=mt.identity(),
+            ),
+            every=3,
+        ),
+        lambda theta, grad: ref_local(theta, grad, NumpyClippedNesterov(), every=3),
+        jax_tolerance=1e-6,
+    ),
+    "weighted": Recipe(
+        lambda: mt.chain(
+            mt.warmup_mean(2),
+            mt.sgd(0.1),
+            mt.periodic(mt.average_params(), every=mt.schedules.piecewise(2, {4: 1.5}), after=2),
+        ),
+        lambda theta, grad: ref_weighted(theta, grad, NumpySGD(0.1), warmup=2, due=(4, 7, 10)),
+        weighted=True,
+    ),
+    "gradients over levels": Recipe(
+        lambda: mt.chain(
+            mt.warmup_mean(3, over="world", then="node"),
+            mt.sgd(0.1),
+            mt.periodic(mt.average_params("world"), every=5),
+        ),
+        lambda theta, grad: ref_levels_of_gradients(theta, grad, NumpySGD(0.1), 3, every=5),
+        levels=True,
+    ),
+    "compressed": Recipe(
+        lambda: mt.chain(
+            mt.sgd(0.1),
+            mt.periodic(
+                mt.outer(mt.chain(mt.error_feedback(_half), mt.mean(codec=_half), mt.sgd(1.0))),
+                every=2,
+            ),
+        ),
+        lambda theta, grad: ref_compressed(theta, grad, NumpySGD(0.1), every=2),
+        tolerance=3e-6,  # messages are float32
+        jax_tolerance=3e-6,
     ),
 }

@@ -15,7 +15,7 @@ from typing import Any
 import torch
 
 from meantime import _foreach
-from meantime._foreach import Leaves
+from meantime._foreach import Leaves, plain
 
 Array = Any  # torch.Tensor, jax.Array, numpy.ndarray
 
@@ -34,6 +34,11 @@ _numbers = SimpleNamespace(
 
 def is_array(value: Any) -> bool:
     return isinstance(value, torch.Tensor) or hasattr(value, "__array_namespace__")
+
+
+def is_dtensor(value: Any) -> bool:
+    """A torch tensor of which this process holds a shard."""
+    return not plain(value) and hasattr(value, "device_mesh")
 
 
 def namespace(*values: Any) -> Any:

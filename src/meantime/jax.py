@@ -7,7 +7,7 @@ to one of them: parameters on their way from one to the other, and the optimizer
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import torch
@@ -93,7 +93,15 @@ def optax_on_torch(transformation: Any) -> Transform:
         tensor([0.9000, 0.9000])
     """
     inner = as_transform(transformation)
-    jitted_init, jitted_update = jax.jit(inner.init), jax.jit(inner.update)
+
+    @jax.jit
+    def jitted_init(params: Tree) -> Any:
+        return _without_keys(inner.init(params))
+
+    @jax.jit
+    def jitted_update(updates: Tree, state: Any, params: Tree, **extra: Any) -> tuple[Tree, Any]:
+        updates, state = inner.update(updates, _with_keys(state), params, **extra)
+        return updates, _without_keys(state)
 
     def init(params: Tree) -> Any:
         return to_torch(jitted_init(to_jax(params)))
@@ -105,6 +113,27 @@ def optax_on_torch(transformation: Any) -> Transform:
         return to_torch(jitted_update(*to_jax((updates, state, params)), **numbers))
 
     return Transform(init, update)
+
+
+class KeyData(NamedTuple):
+    """The numbers of a random key, which torch cannot hold, in its place."""
+
+    data: Array
+
+
+def _is_key(x: Any) -> bool:
+    return bool(jax.numpy.issubdtype(x.dtype, jax.dtypes.prng_key))
+
+
+def _without_keys(state: Any) -> Any:
+    return jax.tree.map(lambda x: KeyData(jax.random.key_data(x)) if _is_key(x) else x, state)
+
+
+def _with_keys(state: Any) -> Any:
+    def key(x: Any) -> Any:
+        return jax.random.wrap_key_data(x.data) if isinstance(x, KeyData) else x
+
+    return jax.tree.map(key, state, is_leaf=lambda x: isinstance(x, KeyData))
 
 
 def _mapped(convert: Callable[[Any, bool | None], Array], values: Tree, copy: bool | None) -> Tree:
@@ -149,7 +178,7 @@ def _to_torch(x: Any, copy: bool | None) -> Array:
     if not isinstance(x, jax.Array) or isinstance(x, jax.core.Tracer):
         traced = ": it has no value inside a JAX transformation" if isinstance(x, jax.Array) else ""
         raise TypeError(f"is a {type(x).__name__}, not a JAX array{traced}")
-    if jax.numpy.issubdtype(x.dtype, jax.dtypes.prng_key):
+    if _is_key(x):
         raise TypeError(f"is a random key, {x.dtype}: take its jax.random.key_data(...)")
     if len(x.devices()) > 1:
         raise ValueError(

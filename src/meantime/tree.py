@@ -201,10 +201,10 @@ def vdot(a: Tree, b: Tree) -> Array:
 
     def one(x: Array, y: Array) -> Array:
         xp, dtype = arrays.namespace(x), arrays.wide_dtype(x)
-        flat_x, flat_y = (arrays.astype(z, dtype).reshape(-1) for z in (x, y))
-        return (xp.conj(flat_x) * flat_y).sum()
+        wide_x, wide_y = (arrays.astype(z, dtype) for z in (x, y))
+        return (xp.conj(wide_x) * wide_y).sum()
 
-    return sum(leaves(map(one, a, b)))
+    return _total(leaves(map(one, a, b)))
 
 
 def global_norm(tree: Tree) -> Array:
@@ -227,8 +227,21 @@ def all_finite(tree: Tree) -> Array:
     if _eager([inexact]) and inexact[0].is_cpu and _finite_sum(inexact):
         return finite
     for leaf in inexact:
-        finite = arrays.all_finite(leaf) & finite
+        if not arrays.is_dtensor(leaf):
+            finite = arrays.all_finite(leaf) & finite
+    shards = [leaf for leaf in inexact if arrays.is_dtensor(leaf)]
+    if shards:  # one answer for all of them, so that it is the same on all their processes
+        finite = (_total([(~torch.isfinite(x)).sum() for x in shards]) == 0) & finite
     return finite
+
+
+def _total(values: list[Array]) -> Array:
+    """The sum of 0-d values; those of a DTensor are that of one shard until they are summed."""
+    sums: dict[Any, Array] = {}  # of each mesh: only those can be added
+    for value in values:
+        mesh = value.device_mesh if arrays.is_dtensor(value) else None
+        sums[mesh] = sums[mesh] + value if mesh in sums else value
+    return sum(x if mesh is None else x.full_tensor() for mesh, x in sums.items())
 
 
 def _finite_sum(tensors: list[torch.Tensor]) -> bool:

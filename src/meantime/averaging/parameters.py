@@ -42,8 +42,11 @@ def _guarded_mean(
     weight = arrays.where(finite, 1.0 if weight is None else weight * 1.0, 0.0)
     # The mean weight goes along: without any positive weight it is not positive either. Only
     # bools are sent as they are beside compressed values; of them the maximum is taken.
-    sent = weight if codec is None else weight > 0
-    mean, present = world.mean((values, sent), weight=weight, codec=codec, donate=donate)
+    sent = weight > 0
+    if codec is None:  # in the dtype of values, so that it is no message of its own
+        like = next((x for x in leaves(values) if arrays.is_inexact(x)), weight)
+        sent = arrays.astype(weight, arrays.wide_dtype(like.real))
+    present, mean = world.mean((sent, values), weight=weight, codec=codec, donate=donate)
     taken = select(present > 0, lambda: mean, lambda: fallback(mean))
     return taken, MeanState(state.rejected + ~finite)
 

@@ -191,9 +191,7 @@ def averaged_params(state: Any, params: Tree) -> Tree:
     def average(leaf: Array, mean: Array) -> Array:
         return arrays.astype(mean, leaf.dtype)
 
-    return select(
-        found.count > 0, lambda: tree.map(average, params, found.average), lambda: params
-    )
+    return select(found.count > 0, lambda: tree.map(average, params, found.average), lambda: params)
 
 
 def _running(rate: Callable[[Array], Array]) -> Transform:

@@ -76,6 +76,8 @@ def to_bfloat16(x: Array) -> Array:
 
 def from_bfloat16(bits: Array) -> Array:
     """What `to_bfloat16` made, in float32."""
+    if isinstance(bits, torch.Tensor) and not torch.compiler.is_compiling():
+        return bits.view(torch.bfloat16).to(torch.float32)
     xp = arrays.namespace(bits)
     return (arrays.astype(bits, xp.int32) << 16).view(xp.float32)
 

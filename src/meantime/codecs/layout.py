@@ -55,7 +55,7 @@ def nbytes(values: Tree, codec: Codec | None) -> int:
 
 def local(x: Array) -> Array:
     """The shard of a DTensor that this process holds; any other array itself."""
-    return x.to_local() if hasattr(x, "to_local") else x
+    return x.to_local() if arrays.is_dtensor(x) else x
 
 
 def _length(x: Array) -> int:
@@ -83,7 +83,7 @@ def _shaped(part: Array, like: Array) -> Array:
         pairs = part.reshape(*shape, 2)
         part = pairs[..., 0] + 1j * pairs[..., 1]
     result = arrays.astype(part.reshape(shape), like.dtype)
-    return _sharded(result, like) if hasattr(like, "to_local") else result
+    return _sharded(result, like) if arrays.is_dtensor(like) else result
 
 
 def _sharded(shard: torch.Tensor, like: Any) -> torch.Tensor:

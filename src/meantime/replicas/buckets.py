@@ -1,32 +1,30 @@
-"""Means over processes in buckets: packing, reduction and unpacking overlap.
+"""Means over processes in messages of bounded size: packing, reduction and unpacking overlap.
 
-Leaves are cut into messages of a bounded size, in their order, one sequence of messages for each
-(device, accumulation dtype). Two messages are under way at a time: while one is reduced, the
-next is packed and the one before is unpacked. A message that is all of one leaf, or a part of
-it, is reduced in the memory of the result; others go through a bucket. Two buckets of each kind
-are kept for the next mean, and are all the extra memory there is.
+A message whose targets are one stretch of memory is reduced there; others go through a bucket.
+Two buckets of each kind (device and accumulation dtype) are all the extra memory there is.
 """
 
 from __future__ import annotations
 
 import itertools
+import math
 import operator
-from typing import Any, NamedTuple
+from collections.abc import Iterator
+from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from meantime import arrays
-from meantime.replicas.pieces import Piece, copy_back, cut, split, whole
+from meantime._foreach import SMALL_LEAF
+from meantime.replicas.memory import Memory
+from meantime.replicas.overlap import overlapped
+from meantime.replicas.pieces import Piece, bundle, finish, in_one_piece, is_aligned, split, whole
 
+LARGE = 2**22
+"""In bytes: a leaf of that size is not packed, and less than that is not worth a message."""
 
-class _Flight(NamedTuple):
-    """A message that is being reduced."""
-
-    work: Any
-    values: Tensor
-    pieces: list[Piece]
+Leaf = tuple[Tensor, Tensor]  # source and target, which may be the source
 
 
 class Buckets:
@@ -38,114 +36,128 @@ class Buckets:
 
     def __init__(self, size: int):
         self.size = size
-        self._spare: dict[tuple[torch.device, torch.dtype], list[Tensor]] = {}
+        self.memory = Memory()
 
-    def mean(
-        self, sources: list[Tensor], targets: list[Tensor], weight: Any, group: dist.ProcessGroup
-    ) -> None:
-        """Write the mean of the sources over the group into the targets (maybe the sources).
+    def mean(self, leaves: list[Leaf], weight: float | None, group: dist.ProcessGroup) -> None:
+        """Write the mean of the sources over the group into the targets.
 
         Floating and complex tensors are averaged, integers and bools take the maximum.
         """
-        kinds: dict[tuple[torch.dtype, torch.device], list[int]] = {}
-        for i, x in enumerate(sources):
-            kinds.setdefault((_message_dtype(x), x.device), []).append(i)
-        for (dtype, _), members in kinds.items():
-            pieces = [whole(sources[i], targets[i]) for i in members]
+        overlapped(self.messages(leaves, weight, group))
+
+    def messages(
+        self, leaves: list[Leaf], weight: float | None, group: dist.ProcessGroup
+    ) -> Iterator[Iterator[None]]:
+        """That mean, to be `overlapped` with other messages."""
+        kinds: dict[tuple[torch.dtype, torch.device], list[Leaf]] = {}
+        for leaf in leaves:
+            x = leaf[0]
+            kinds.setdefault((_message_dtype(x.dtype), x.device), []).append(leaf)
+        for (dtype, device), members in kinds.items():
             if dtype.is_floating_point:
-                self._mean(pieces, None if weight is None else float(weight), dtype, group)
+                yield from self._means(members, weight, dtype, device, group)
             else:
-                self._maximum(pieces, dtype, group)
-            for i, piece in zip(members, pieces, strict=True):
-                copy_back(piece.target, targets[i])
+                for pieces in self._bundles(members, dtype):
+                    yield _maximum(pieces, dtype, group)
 
-    def _mean(
-        self, pieces: list[Piece], weight: float | None, dtype: torch.dtype, group: Any
-    ) -> None:
-        divisor = float(dist.get_world_size(group))
-        if weight is not None:
-            # A one before all values: weighted and summed, it is the total weight.
-            one = torch.ones(1, dtype=dtype, device=pieces[0].source.device)
-            pieces = [Piece(one, one), *pieces]
-        flights: list[_Flight] = []
-        first = weight is not None
+    def _bundles(self, leaves: list[Leaf], dtype: torch.dtype) -> Iterator[list[Piece]]:
+        capacity = max(1, self.size // dtype.itemsize)
+        large = min(capacity, LARGE // dtype.itemsize)
+        head = [leaf for leaf in leaves if not is_aligned(leaf[0].numel())]
+        body = [leaf for leaf in leaves if is_aligned(leaf[0].numel())]
+        if sum(source.numel() for source, _ in body) < large:
+            head, body = [*head, *body], []
+        for part in (head, body):
+            yield from bundle((whole(*leaf) for leaf in part), capacity, large)
 
-        def land() -> None:
-            nonlocal divisor, first
-            flight = flights.pop(0)
-            flight.work.wait()
-            if first:
-                divisor, first = float(flight.values[0]), False
-            self._unpack(flight, divisor)
-
-        for message in cut(pieces, self._capacity(dtype)):
-            values = self._pack(message, weight, dtype)
-            work = dist.all_reduce(values, group=group, async_op=True)
-            flights.append(_Flight(work, values, message))
-            if len(flights) == 2:
-                land()
-        while flights:
-            land()
-
-    def _pack(self, message: list[Piece], weight: float | None, dtype: torch.dtype) -> Tensor:
-        target = message[0].target
-        # A replica of weight 0 must keep what it has until it knows that another one has not.
-        if len(message) == 1 and target.dtype == dtype and weight != 0:
-            values = target.copy_(message[0].source)
+    def _means(
+        self,
+        leaves: list[Leaf],
+        weight: float | None,
+        dtype: torch.dtype,
+        device: torch.device,
+        group: dist.ProcessGroup,
+    ) -> Iterator[Iterator[None]]:
+        total = math.nan
+        if weight is None:
+            total = float(dist.get_world_size(group))
         else:
-            values = self._take(message, dtype)
-            torch._foreach_copy_(split(values, message), [piece.source for piece in message])
-        if weight == 0:  # multiplying would let a NaN through
-            return values.zero_()
+            # A one before all values: weighted and summed, it is the total weight.
+            one = torch.ones(1, dtype=dtype, device=device)
+            leaves = [(one, one), *leaves]
+
+        def message(pieces: list[Piece]) -> Iterator[None]:
+            nonlocal total
+            values = self._pack(pieces, weight, dtype)
+            work = dist.all_reduce(values, group=group, async_op=True)
+            yield
+            work.wait()
+            if math.isnan(total):
+                total = float(values[0])
+            self._unpack(values, pieces, total)
+
+        for pieces in self._bundles(leaves, dtype):
+            yield message(pieces)
+
+    def _pack(self, pieces: list[Piece], weight: float | None, dtype: torch.dtype) -> Tensor:
+        # A replica of weight 0 must keep what it has until it knows that another one has not.
+        values = None if weight == 0 else in_one_piece(pieces, dtype)
+        if values is None:
+            length = sum(piece.source.numel() for piece in pieces)
+            values = self.memory.bucket(length, dtype, pieces[0].source.device)
+            if weight == 0:  # multiplying would let a NaN through
+                return values.zero_()
+            sources = [piece.source for piece in pieces]
+            if all(source.dtype == dtype for source in sources):
+                torch.cat(sources, out=values)
+            else:
+                torch._foreach_copy_(split(values, pieces), sources)
+        elif not pieces[0].donated:
+            values.copy_(pieces[0].source)
         return values if weight is None or weight == 1 else values.mul_(weight)
 
-    def _unpack(self, flight: _Flight, divisor: float) -> None:
-        values, pieces = flight.values.div_(divisor), flight.pieces
+    def _unpack(self, values: Tensor, pieces: list[Piece], total: float) -> None:
         if values.data_ptr() == pieces[0].target.data_ptr():
-            return
-        parts = split(values, pieces)
-        if divisor == 0:
-            # Without any weight there is no mean, and what was donated stays.
-            kept = [piece.donated for piece in pieces]
-            pieces = list(itertools.compress(pieces, map(operator.not_, kept)))
-            parts = list(itertools.compress(parts, map(operator.not_, kept)))
-        if pieces:
-            torch._foreach_copy_([piece.target for piece in pieces], parts)
-        self._give_back(values)
-
-    def _maximum(self, pieces: list[Piece], dtype: torch.dtype, group: Any) -> None:
-        for message in cut(pieces, self._capacity(dtype)):
-            values = torch.cat([piece.source.to(dtype) for piece in message])
-            dist.all_reduce(values, op=dist.ReduceOp.MAX, group=group)
-            for piece, part in zip(message, split(values, message), strict=True):
-                piece.target.copy_(part)
-
-    def _capacity(self, dtype: torch.dtype) -> int:
-        return max(1, self.size // dtype.itemsize)
-
-    def _take(self, message: list[Piece], dtype: torch.dtype) -> Tensor:
-        """A bucket that holds the message."""
-        length = sum(piece.source.numel() for piece in message)
-        device = message[0].source.device
-        spare = self._spare.setdefault((device, dtype), [])
-        for i, bucket in enumerate(spare):
-            if bucket.numel() >= length:
-                return spare.pop(i)[:length]
-        return torch.empty(length, dtype=dtype, device=device)
-
-    def _give_back(self, values: Tensor) -> None:
-        bucket = values if values._base is None else values._base
-        spare = self._spare[values.device, values.dtype]
-        spare.append(bucket)
-        spare.sort(key=torch.numel)
-        del spare[:-2]
+            values.div_(total)
+        else:
+            written = pieces
+            parts = split(values, pieces)
+            if total == 0:
+                # Without any weight there is no mean, and what was donated stays.
+                fresh = [not piece.donated for piece in pieces]
+                written = list(itertools.compress(pieces, fresh))
+                parts = list(itertools.compress(parts, fresh))
+            targets = [piece.target for piece in written]
+            if values.numel() >= SMALL_LEAF * len(pieces) and _all_in(targets, values.dtype):
+                for part, target in zip(parts, targets, strict=True):
+                    torch.div(part, total, out=target)
+            elif targets:
+                values.div_(total)
+                torch._foreach_copy_(targets, parts)
+            self.memory.give_back(values)
+        finish(pieces)
 
 
-def _message_dtype(x: Tensor) -> torch.dtype:
-    """What the values travel and are accumulated as."""
-    if x.is_complex():
-        return x.dtype.to_real()
-    if x.is_floating_point():
-        dtype: torch.dtype = arrays.wide_dtype(x)
-        return dtype
-    return torch.uint8 if x.dtype == torch.bool else x.dtype
+def _maximum(
+    pieces: list[Piece], dtype: torch.dtype, group: dist.ProcessGroup
+) -> Iterator[None]:
+    values = torch.cat([piece.source.to(dtype) for piece in pieces])
+    work = dist.all_reduce(values, op=dist.ReduceOp.MAX, group=group, async_op=True)
+    yield
+    work.wait()
+    for piece, part in zip(pieces, split(values, pieces), strict=True):
+        piece.target.copy_(part)
+    finish(pieces)
+
+
+def _all_in(tensors: list[Tensor], dtype: torch.dtype) -> bool:
+    return all(x.dtype == dtype for x in tensors)
+
+
+def _message_dtype(dtype: torch.dtype) -> torch.dtype:
+    """What values travel and are accumulated as."""
+    if dtype.is_complex:
+        dtype = dtype.to_real()
+    if dtype.is_floating_point:
+        return torch.promote_types(dtype, torch.float32)
+    return torch.uint8 if dtype == torch.bool else dtype

@@ -5,18 +5,19 @@ from __future__ import annotations
 import hashlib
 from typing import Any
 
-import optree
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from meantime import tree
+from meantime import arrays, tree
 from meantime.arrays import Array
 from meantime.codecs import Codec
 from meantime.codecs.layout import local
+from meantime.replicas.agreement import describe, difference
 from meantime.replicas.base import check_groups
 from meantime.replicas.buckets import Buckets
 from meantime.replicas.compressed import compressed_mean
+from meantime.replicas.shards import check, place
 from meantime.tree import Tree
 
 
@@ -103,21 +104,24 @@ class Distributed:
         codec: Codec | None = None,
         donate: bool = False,
     ) -> Tree:
-        leaves, spec = optree.tree_flatten(tree)
-        self._agree(leaves, tree)
-        results = [x if donate else torch.empty_like(x) for x in leaves]
-        sources = [local(x) for x in leaves]
-        targets = sources if donate else [local(x) for x in results]
-        if codec is None:
-            self._buckets.mean(sources, targets, weight, self.group)
+        leaves, spec = self._open(tree)
+        distinct = {id(x): x for x in leaves}  # tied leaves are averaged once
+        sources = [local(x) for x in distinct.values()]
+        if donate:
+            results, pairs = distinct, [(x, x) for x in sources]
         else:
-            compressed_mean(sources, targets, weight, self.group, codec, self._buckets)
-        return spec.unflatten(results)
+            results = {key: torch.empty_like(x) for key, x in distinct.items()}
+            pairs = list(zip(sources, map(local, results.values()), strict=True))
+        factor = None if weight is None else float(weight)
+        if codec is None:
+            self._buckets.mean(pairs, factor, self.group)
+        else:
+            compressed_mean(pairs, factor, self.group, codec, self._buckets)
+        return spec.unflatten([results[id(x)] for x in leaves])
 
     @torch.no_grad()
     def gather(self, tree: Tree) -> Tree:
-        leaves, spec = optree.tree_flatten(tree)
-        self._agree(leaves, tree)
+        leaves, spec = self._open(tree)
         message = _pack(leaves)
         everyone = message.new_empty(self.size, message.numel())
         dist.all_gather(list(everyone), message, group=self.group)
@@ -126,8 +130,7 @@ class Distributed:
 
     @torch.no_grad()
     def shift(self, tree: Tree, by: int) -> Tree:
-        leaves, spec = optree.tree_flatten(tree)
-        self._agree(leaves, tree)
+        leaves, spec = self._open(tree)
         if by % self.size == 0:
             return tree
         message = _pack(leaves)
@@ -146,39 +149,38 @@ class Distributed:
 
     @torch.no_grad()
     def broadcast(self, tree: Tree, root: int = 0) -> Tree:
-        leaves, spec = optree.tree_flatten(tree)
-        self._agree(leaves, tree)
+        leaves, spec = self._open(tree)
         message = _pack(leaves)
         dist.broadcast(message, group=self.group, group_src=root)
         return spec.unflatten(_unpack(message, leaves))
 
+    def _open(self, values: Tree) -> tuple[list[Tensor], Any]:
+        """The leaves of what is about to be exchanged, and its structure."""
+        leaves, spec = tree.flatten(values)
+        check(leaves, self.group, lambda: tree.paths(values))
+        if not self._agreed:
+            self._agree(leaves, values)
+            self._agreed = True
+        return leaves, spec
+
     def _agree(self, leaves: list[Tensor], values: Tree) -> None:
-        """Compare what is about to be exchanged on all processes, once."""
-        if self._agreed:
-            return
-        lines = [
-            f"{path or 'the root'}: {leaf.dtype} {list(leaf.shape)}"
-            for path, leaf in zip(tree.paths(values), leaves, strict=True)
-        ]
+        """Compare on all processes what is about to be exchanged."""
+        lines = describe(values)
+        first: dict[int, int] = {}
+        for i, x in enumerate(leaves):
+            if first.setdefault(id(x), i) < i:
+                lines[i] += f", tied to {lines[first[id(x)]]}"
+            elif arrays.is_dtensor(x):
+                lines[i] += f", {place(x)}"
         digest = hashlib.sha256("\n".join(lines).encode()).digest()[:8]
-        device = leaves[0].device if leaves else torch.device("cpu")
+        device = local(leaves[0]).device if leaves else torch.device("cpu")
         mine = torch.tensor(list(digest), dtype=torch.uint8, device=device)
         everyone = mine.new_empty(self.size, mine.numel())
         dist.all_gather(list(everyone), mine, group=self.group)
         if (everyone != mine).any():
             trees: list[Any] = [None] * self.size
             dist.all_gather_object(trees, lines, group=self.group)
-            raise ValueError(_difference(trees))
-        self._agreed = True
-
-
-def _difference(trees: list[list[str]]) -> str:
-    for rank, lines in enumerate(trees):
-        for i in range(max(len(lines), len(trees[0]))):
-            mine, first = (t[i] if i < len(t) else "nothing" for t in (lines, trees[0]))
-            if mine != first:
-                return f"replicas hold different trees: rank 0 has {first}, rank {rank} has {mine}"
-    return "replicas hold different trees"  # unreachable: their fingerprints differ
+            raise ValueError(difference(trees))
 
 
 def _pack(leaves: list[Tensor]) -> Tensor:

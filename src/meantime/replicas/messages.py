@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from typing import Any
 
 from meantime import arrays
 from meantime.arrays import Array
@@ -52,27 +53,33 @@ def mean_of_vectors(
     """
     if codec.sparse or exchange is None:
         everyone = tuple(gather(part) for part in codec.encode(x))
-        mean = _weighted_mean(everyone, weights, codec, size, x.shape[0])
+        mean = weighted_mean(_arrived(everyone, codec, size, x.shape[0]), weights)
         return mean if codec.sparse else codec.roundtrip(mean)
     # Chunks end where blocks do, so that they do not show in the result.
     chunks = padded(x, size * codec.block)
     length = chunks.shape[0]
     received = tuple(exchange(part.reshape(size, -1)) for part in codec.encode(chunks))
-    mean = _weighted_mean(received, weights, codec, size, length // size)
+    mean = weighted_mean(_arrived(received, codec, size, length // size), weights)
     everyone = tuple(gather(part).reshape(-1) for part in codec.encode(mean))
     return codec.decode(everyone, length)[: x.shape[0]]
 
 
-def _weighted_mean(
-    messages: Message, weights: Array | Sequence[float], codec: Codec, size: int, length: int
-) -> Array:
-    """The mean of what arrives of the messages in each row.
+def _arrived(rows: Message, codec: Codec, size: int, length: int) -> Iterator[Array]:
+    """The vector in each row of the messages."""
+    return (codec.decode(tuple(part[k] for part in rows), length) for k in range(size))
+
+
+def weighted_mean(vectors: Iterable[Array], weights: Array | Sequence[float]) -> Array:
+    """The mean of what arrives; of weight 0, whatever it is, it takes no part.
 
     Summed in the order of ranks: in another order it is rounded otherwise.
     """
-    total, weight = 0.0, 0.0
-    for k in range(size):
-        x = codec.decode(tuple(part[k] for part in messages), length)
-        total = total + arrays.where(weights[k] > 0, weights[k] * x, 0.0)
-        weight = weight + weights[k]
+    total: Any = None
+    weight: Any = 0.0
+    for k, x in enumerate(vectors):
+        w = weights[k]
+        if not (isinstance(w, float) and w == 1):
+            x = arrays.where(w > 0, w * x, 0.0)
+        total = x if total is None else total + x
+        weight = weight + w
     return total / weight

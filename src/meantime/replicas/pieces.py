@@ -1,12 +1,21 @@
-"""Leaves cut into stretches, so that messages have a bounded size."""
+"""Leaves cut into messages of bounded size.
+
+How leaves are cut depends on their sizes alone: it must be the same on all replicas, and where a
+leaf lies in memory need not be.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import itertools
+from collections.abc import Callable, Iterable, Iterator
+from functools import partial
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
+
+# Vector units and the kernels of accelerators want whole lines of so many values.
+ALIGNMENT = 16
 
 
 class Piece(NamedTuple):
@@ -14,6 +23,7 @@ class Piece(NamedTuple):
 
     source: Tensor  # flat
     target: Tensor  # flat; may be the source
+    finish: Callable[[], object] | None = None  # to be called when the target is written
 
     @property
     def donated(self) -> bool:
@@ -21,39 +31,84 @@ class Piece(NamedTuple):
 
 
 def whole(source: Tensor, target: Tensor) -> Piece:
-    """The whole of a leaf, flat; a target that has no flat view is written to afterwards."""
-    flat = _real(source).contiguous().view(-1)
-    if source is target:  # donated; of a leaf that is not contiguous the copy stands for both
-        return Piece(flat, flat)
-    real = _real(target)
-    return Piece(flat, real.view(-1) if real.is_contiguous() else torch.empty_like(flat))
+    """The whole of a leaf; one without a flat view is copied, and written to in the end."""
+    donated = source is target
+    source, target = real(source), real(target)
+    flat = source.contiguous().view(-1)
+    if target.is_contiguous():
+        return Piece(flat, flat if donated else target.view(-1))
+    copy = flat if donated else torch.empty_like(flat)
+    return Piece(flat, copy, partial(target.copy_, copy.view(target.shape)))
 
 
-def copy_back(flat: Tensor, x: Tensor) -> None:
-    """Write the target of `whole` to the leaf it stands for."""
-    if flat.data_ptr() != x.data_ptr():
-        _real(x).copy_(flat.view(_real(x).shape))
+def real(x: Tensor) -> Tensor:
+    """Complex numbers as pairs."""
+    return torch.view_as_real(x) if x.is_complex() else x
 
 
-def cut(pieces: list[Piece], capacity: int) -> Iterator[list[Piece]]:
-    """Cut pieces into messages of so many values; the last one may have fewer."""
+def is_aligned(length: int) -> bool:
+    """Whether leaves of that length leave those behind them aligned, in an arena and in a message.
+
+    The others stand together at one end: a few biases do not cost all others their alignment.
+    """
+    return length % ALIGNMENT == 0
+
+
+def cut(pieces: Iterable[Piece], lengths: Iterable[int]) -> Iterator[list[Piece]]:
+    """Stretches of exactly so many values, one after the other; the last one may have fewer."""
+    rooms = iter(lengths)
     message: list[Piece] = []
-    room = capacity
-    for source, target in pieces:
-        start = 0
-        while start < source.numel():
-            end = min(start + room, source.numel())
-            uncut = end - start == source.numel()
-            message.append(
-                Piece(source, target) if uncut else Piece(source[start:end], target[start:end])
-            )
+    room = 0
+    for piece in pieces:
+        start, length = 0, piece.source.numel()
+        while start < length:
+            room = room or next(rooms)
+            end = min(start + room, length)
+            message.append(piece if end - start == length else _part(piece, start, end))
             room -= end - start
             start = end
             if room == 0:
                 yield message
-                message, room = [], capacity
+                message = []
     if message:
         yield message
+
+
+def bundle(pieces: Iterable[Piece], capacity: int, large: int) -> Iterator[list[Piece]]:
+    """Messages of at most so many values, of whole leaves but for those that exceed it. Large leaves
+    have messages of their own."""
+    message: list[Piece] = []
+    length = 0
+    for piece in pieces:
+        size = piece.source.numel()
+        if message and (size >= large or length + size > capacity):
+            yield message
+            message, length = [], 0
+        if size >= large:
+            yield from cut([piece], itertools.repeat(capacity))
+        elif size:
+            message.append(piece)
+            length += size
+    if message:
+        yield message
+
+
+def in_one_piece(message: list[Piece], dtype: torch.dtype) -> Tensor | None:
+    """The memory of the targets, if they are one stretch of it, of that dtype."""
+    first = message[0].target
+    if first.dtype != dtype:
+        return None
+    start = end = first.data_ptr()
+    for piece in message:
+        if piece.target.data_ptr() != end:
+            return None
+        end += piece.target.numel() * dtype.itemsize
+    if len(message) == 1:
+        return first
+    storage = first.untyped_storage()
+    if end > storage.data_ptr() + storage.nbytes():  # neighbours by chance
+        return None
+    return first.as_strided(((end - start) // dtype.itemsize,), (1,))
 
 
 def split(values: Tensor, pieces: list[Piece]) -> list[Tensor]:
@@ -61,5 +116,13 @@ def split(values: Tensor, pieces: list[Piece]) -> list[Tensor]:
     return list(values.split([piece.target.numel() for piece in pieces]))
 
 
-def _real(x: Tensor) -> Tensor:
-    return torch.view_as_real(x) if x.is_complex() else x
+def finish(pieces: list[Piece]) -> None:
+    """What remains to be done when all targets are written."""
+    for piece in pieces:
+        if piece.finish is not None:
+            piece.finish()
+
+
+def _part(piece: Piece, start: int, end: int) -> Piece:
+    last = end == piece.source.numel()
+    return Piece(piece.source[start:end], piece.target[start:end], piece.finish if last else None)

@@ -7,13 +7,12 @@ from collections.abc import Mapping
 from itertools import pairwise
 from typing import Any
 
-import torch
 import torch.distributed as dist
 from torch import Tensor
 
 from meantime.adapters.dropin.parameters import Parameters, averaged, flat, integer, trained
 from meantime.adapters.dropin.processes import consecutive, members
-from meantime.averaging import MeanState, PeriodicState, average_params, periodic
+from meantime.averaging import PeriodicState, average_params, periodic
 from meantime.replicas import Solo
 from meantime.replicas.base import Levels
 from meantime.transform import Transform
@@ -44,7 +43,8 @@ class ModelAverager:
 
         Raises:
             NotImplementedError: something else than parameters and parameter groups.
-            ValueError: there are none, or the processes hand over different ones.
+            ValueError: there are none, or the processes hand over different ones at the first
+                average.
         """
         parameters = flat(params)
         key, parameters = _first(parameters), trained(parameters)
@@ -82,10 +82,9 @@ class ModelAverager:
         begun = max(calls, self._warmup)
         due = begun + 1 + (self._warmup - begun) % self._period
         start = max(due - self._period, self._warmup)
-        count, start_, due_, none = (
-            torch.tensor(n, dtype=torch.int32) for n in (calls, start, due, 0)
-        )
-        return PeriodicState(count, start_, due_, MeanState(none))
+        state: PeriodicState = self._transform.init([])
+        zero = state.count
+        return state._replace(count=zero + calls, start=zero + start, due=zero + due)
 
 
 class PeriodicModelAverager(ModelAverager):
@@ -93,7 +92,7 @@ class PeriodicModelAverager(ModelAverager):
 
     With calls counted from 1, a period :math:`P` and a warm-up :math:`W`, it averages after the
     calls :math:`W + 1, W + 1 + P, W + 1 + 2P, \dots`: it is
-    `periodic(average_params(), every=P, first=W + 1)`.
+    `periodic(average_params(), every=P, after=W, first=W + 1)`.
 
     Calls are counted apart for sets of parameters that differ in their first one, so that several
     optimizers may share an averager.

@@ -68,7 +68,8 @@ class PostLocalSGDState:
         if self.averager is not None:
             self.iter = min(self.averager.step, self.start_localSGD_iter)
         if self.iter < self.start_localSGD_iter:
-            self.iter += last_bucket and self.averager is None
+            if last_bucket and self.averager is None:
+                self.iter += 1
             return self._all
         if not self.post_local_gradient_allreduce:
             return None
