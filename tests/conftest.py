@@ -34,3 +34,14 @@ def x64() -> Iterator[None]:
         yield
     finally:
         jax.config.update("jax_enable_x64", before)
+
+
+@pytest.fixture
+def quick_compilation() -> Iterator[None]:
+    """For what JAX computes, not how fast: XLA does most of its work in a third of the time."""
+    jax = pytest.importorskip("jax")
+    jax.config.update("jax_disable_most_optimizations", True)
+    try:
+        yield
+    finally:
+        jax.config.update("jax_disable_most_optimizations", False)

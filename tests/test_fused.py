@@ -94,3 +94,38 @@ def test_keeps_the_graph_of_parameters_that_require_gradients():
     moved, _ = mt.step(tx, 2 * params, params, tx.init(params))
     moved.sum().backward()
     assert torch.allclose(params.grad, torch.full((2,), 0.8))
+
+
+def test_what_was_learnt_of_one_tree_is_not_taken_for_another():
+    tx = mt.adamw(0.1)
+
+    def reference(params, grads):
+        updates, _ = tx.update(grads, tx.init(params), params)
+        return mt.apply_updates(params, updates)
+
+    square, shared = torch.ones(2, 3), torch.ones(2)
+    image = torch.ones(2, 2, 3, 3).to(memory_format=torch.channels_last)
+    for params, grads in [
+        ([square], [torch.arange(6.0).reshape(2, 3)]),
+        ([square], [torch.arange(6.0).reshape(3, 2).t()]),  # laid out otherwise
+        ([square.double()], [torch.ones(2, 3).double()]),
+        ({"a": square}, {"a": torch.ones(2, 3)}),
+        ([torch.ones(6)], [torch.arange(6.0)]),
+        ([image], [torch.randn(2, 2, 3, 3)]),
+        ([shared, shared], [torch.ones(2), -torch.ones(2)]),
+        ([square], [torch.arange(6.0).reshape(2, 3)]),
+    ]:
+        for _ in range(2):
+            moved, _ = mt.step(tx, grads, params, tx.init(params))
+            assert_close(moved, reference(params, grads), mt.tree.leaves(params)[0].dtype)
+
+    # The same objects with other contents.
+    parameter = torch.nn.Parameter(torch.ones(3))
+    with torch.no_grad():
+        for dtype in (torch.float32, torch.float64):
+            parameter.data = parameter.data.to(dtype)
+            grads = [torch.arange(3, dtype=dtype)]
+            moved, _ = mt.step(tx, grads, [parameter], tx.init([parameter]))
+            assert_close(moved, reference([parameter], grads), dtype)
+    moved, _ = mt.step(tx, grads, [parameter], tx.init([parameter]))
+    assert moved[0].requires_grad

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from functools import partial
 
 import numpy as np
@@ -17,13 +16,6 @@ optax = pytest.importorskip("optax")
 import jax.numpy as jnp  # noqa: E402
 
 SOLO = mt.Solo()
-
-
-@pytest.fixture
-def quick_compilation() -> Iterator[None]:
-    jax.config.update("jax_disable_most_optimizations", True)
-    yield
-    jax.config.update("jax_disable_most_optimizations", False)
 
 
 def value_of(params):
@@ -207,6 +199,16 @@ def test_multi_steps_accumulates_for_ours():
     expected, _ = runs(tx, None, halves, params)
     assert_close(jax.tree.map(lambda u: u[1::2], updates), expected)
     assert int(state.inner_opt_state[0].count) == 2
+
+
+def test_a_step_that_optax_rejects_never_happened():
+    tx, params, grads = mt.adamw(0.1), arrays(), arrays(4, seed=1)
+    kept = jnp.array([0, 1, 3])
+    expected, _ = runs(tx, None, jax.tree.map(lambda g: g[kept], grads), params)
+    grads["w"] = grads["w"].at[2, 0, 0].set(jnp.nan)
+    updates, _ = runs(optax.apply_if_finite(tx, 5), None, grads, params)
+    assert_close(jax.tree.map(lambda u: u[kept], updates), expected)
+    assert all((u[2] == 0).all() for u in jax.tree.leaves(updates))
 
 
 def test_what_communicates_is_not_silent_within_optax():

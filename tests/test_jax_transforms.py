@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from functools import partial
 
 import numpy as np
@@ -16,17 +15,11 @@ from tests.zoo import LEVELLED, ZOO
 jax = pytest.importorskip("jax")
 import jax.numpy as jnp  # noqa: E402
 
+pytestmark = pytest.mark.usefixtures("quick_compilation")
+
 STEPS = 6
 SOLO = mt.Solo()
 NAMES = list(ZOO)
-
-
-@pytest.fixture(autouse=True)
-def quick_compilation() -> Iterator[None]:
-    """What is tested here is what JAX traces, not how well XLA optimises it."""
-    jax.config.update("jax_disable_most_optimizations", True)
-    yield
-    jax.config.update("jax_disable_most_optimizations", False)
 
 
 def numbers(*leading: int, seed: int = 0) -> dict:
@@ -54,11 +47,11 @@ def levels(name: str, node, world):
 def communicates(name: str) -> bool:
     world = mt.Recorded(SOLO)
     tx, params = ZOO[name](), tensors()
-    train_torch(tx, levels(name, world, world), params, tensors(STEPS))
+    looped(tx, levels(name, world, world), params, tensors(STEPS))
     return bool(world.calls)
 
 
-def train(tx, replicas, params, grads):
+def scanned(tx, replicas, params, grads):
     """The parameters and the state after a `scan` over the leading axis of the gradients."""
 
     def body(carry, g):
@@ -67,9 +60,10 @@ def train(tx, replicas, params, grads):
     return jax.lax.scan(body, (params, tx.init(params)), grads)[0]
 
 
-def train_torch(tx, replicas, params, grads):
+def looped(tx, replicas, params, grads, steps=STEPS):
+    """The same by a loop, in torch or in JAX."""
     state = tx.init(params)
-    for step in range(STEPS):
+    for step in range(steps):
         g = mt.tree.map(lambda x, step=step: x[step], grads)
         params, state = mt.step(tx, g, params, state, replicas=replicas)
     return params, state
@@ -148,28 +142,21 @@ def test_jit_with_donated_arguments_traces_once(name):
         params, state = step(params, state, jax.tree.map(lambda x, i=i: x[i], grads))
         assert all(x.is_deleted() for x in before)
     assert len(traces) == 1
-    assert_close((params, state), train_torch(tx, replicas, tensors(), tensors(STEPS, seed=1)))
+    assert_close((params, state), looped(tx, replicas, tensors(), tensors(STEPS, seed=1)))
 
 
 @pytest.mark.parametrize("name", NAMES)
 def test_derivatives_of_many_problems_are_those_of_torch(name):
-    """`jit` of `vmap` of `grad` through all steps, by the parameters and by the gradients."""
-    tx, replicas = ZOO[name](), levels(name, SOLO, SOLO)
+    """`jit` of `vmap` of `grad` through three steps, by the parameters and by the gradients."""
+    tx, replicas, problems, steps = ZOO[name](), levels(name, SOLO, SOLO), 2, 3
 
-    def on_jax(params, grads):
-        params, _ = train(tx, replicas, params, grads)
-        return sum(jnp.sin(x).sum() for x in jax.tree.leaves(params))
+    def loss(params, grads):
+        params, _ = looped(tx, replicas, params, grads, steps)
+        return sum((x * x * x).sum() for x in mt.tree.leaves(params))
 
-    def on_torch(params, grads):
-        params, _ = train_torch(tx, replicas, params, grads)
-        return sum(x.sin().sum() for x in mt.tree.leaves(params))
-
-    problems = 2
-    actual = jax.jit(jax.vmap(jax.grad(on_jax, (0, 1))))(
-        arrays(problems), arrays(problems, STEPS, seed=1)
-    )
-    expected = torch.func.vmap(torch.func.grad(on_torch, (0, 1)))(
-        tensors(problems), tensors(problems, STEPS, seed=1)
+    actual = jax.jit(jax.vmap(jax.grad(loss, (0, 1))))(arrays(problems), arrays(problems, steps))
+    expected = torch.func.vmap(torch.func.grad(loss, (0, 1)))(
+        tensors(problems), tensors(problems, steps)
     )
     assert_close(actual, expected, 1e-4)
 
@@ -181,12 +168,12 @@ def test_replicas_of_a_mesh_are_those_of_torch(name):
     mesh, simulated = mt.NamedAxis(("node", "worker")), mt.Vmapped(k)
 
     def on_jax(params, grads):
-        params, state = train(tx, levels(name, mt.NamedAxis("worker"), mesh), params, grads)
+        params, state = scanned(tx, levels(name, mt.NamedAxis("worker"), mesh), params, grads)
         return params, mt.tree.leaves(state)
 
     def on_torch(params, grads):
         replicas = levels(name, simulated.groups(2), simulated)
-        params, state = train_torch(tx, replicas, params, grads)
+        params, state = looped(tx, replicas, params, grads)
         return params, mt.tree.leaves(state)
 
     actual = jax.jit(worlds.sharded(on_jax))(arrays(k), arrays(k, STEPS, seed=1))

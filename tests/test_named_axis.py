@@ -274,6 +274,12 @@ def test_eager_vmap_and_sweep():
     np.testing.assert_array_equal(means, np.broadcast_to(x.mean(1, keepdims=True), x.shape))
 
 
+def test_pmap():
+    x = jnp.arange(12.0).reshape(K, 3)
+    means = jax.pmap(WORLD.mean, axis_name="replica", devices=jax.devices()[:K])(x)
+    np.testing.assert_array_equal(means, np.broadcast_to(x.mean(0), x.shape))
+
+
 def test_unknown_axis():
     with pytest.raises(NameError, match="replica"):
         WORLD.mean(jnp.zeros(2))

@@ -63,12 +63,12 @@ def test_processes(name, processes):
 
 
 @pytest.mark.parametrize("name", NAMES)
-def test_jax_vmap(name, x64):
+def test_jax_vmap(name, x64, quick_compilation):
     check(worlds.run_jax_vmap(name), name, worlds.RECIPES[name].jax_tolerance)
 
 
 @pytest.mark.parametrize("name", NAMES)
-def test_shard_map(name, x64):
+def test_shard_map(name, x64, quick_compilation):
     check(worlds.run_shard_map(name), name, worlds.RECIPES[name].jax_tolerance)
 
 

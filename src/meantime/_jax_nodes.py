@@ -2,7 +2,8 @@
 
 optree takes an instance of a class it does not know for a leaf. Where JAX is loaded and has the
 class in its registry, the class is registered with optree at first sight, to be taken apart and
-put together by JAX itself: both libraries then see the same leaves in the same order.
+put together by JAX itself: both libraries then see the same leaves in the same order. A class that
+is registered with optree already stays as it is.
 """
 
 from __future__ import annotations

@@ -272,9 +272,12 @@ def step(tx: Any, grads: Tree, params: Tree, state: Any, **extra: Any) -> tuple[
         tensor([0.9000, 0.9000])
     """
     tx = as_transform(tx)
-    for name in extra:
-        if not (pick(tx.update, {name: None}) or pick(tx.average, {name: None})):
-            takes = (keywords(tx.update) or frozenset()) | (keywords(tx.average) or frozenset())
-            raise TypeError(unexpected(name, takes))
+    updating, averaging = keywords(tx.update), keywords(tx.average)
+    if updating is not None and averaging is not None:
+        for name in extra:
+            if name not in updating and name not in averaging:
+                raise TypeError(unexpected(name, updating | averaging))
     params, state = _descend(tx, grads, state, params, extra)
+    if not tx.averages:
+        return params, state
     return tx.average(params, state, **pick(tx.average, extra))

@@ -20,6 +20,7 @@ class _Functions(NamedTuple):
     nbytes: Callable[[int], int]
     block: int = 1
     sparse: bool = False
+    dtype: str | None = None
 
 
 class Codec(Made, _Functions):
@@ -38,6 +39,9 @@ class Codec(Made, _Functions):
             other, array by array.
         sparse: whether a message holds only few of the values. The mean of such messages holds
             more of them, and is not encoded again.
+        dtype: the name of a floating dtype of two bytes, if a message is the bits of the values
+            in it; they saturate if that is float16. Where nothing is compiled, values are then
+            cast straight into the message.
 
     Example:
         >>> import torch, meantime as mt

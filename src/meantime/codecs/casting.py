@@ -31,6 +31,7 @@ def bf16() -> Codec:
         encode=lambda x: (to_bfloat16(x),),
         decode=lambda message, length: from_bfloat16(message[0]),
         nbytes=lambda length: 2 * length,
+        dtype="bfloat16",
     )
 
 
@@ -58,7 +59,7 @@ def fp16() -> Codec:
     def decode(message: Message, length: int) -> Array:
         return arrays.astype(message[0], arrays.namespace(*message).float32)
 
-    return Codec(encode, decode, nbytes=lambda length: 2 * length)
+    return Codec(encode, decode, nbytes=lambda length: 2 * length, dtype="float16")
 
 
 # Compilers may drop a cast to half precision that is cast back. Where they are at work, float16 is

@@ -152,9 +152,9 @@ def _fused(
     eps: Hyperparameter,
     weight_decay: Hyperparameter,
 ) -> Transform:
-    def run(columns: list[list[Tensor]], count: Array) -> None:
+    def run(columns: list[list[Tensor]], count: int) -> None:
         params, grads, mu, nu = columns
-        steps = [(count + 1).to(torch.float32)] * len(params)
+        steps = [torch.full((), count + 1.0)] * len(params)
         kernel(
             *(params, grads, mu, nu, [], steps),
             lr=float(value_at(learning_rate, count)),

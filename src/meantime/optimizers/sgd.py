@@ -132,7 +132,7 @@ def sgd(
         members.append(trace(momentum, nesterov, dampening))
     tx = chain(*members, scale_by_learning_rate(learning_rate))
 
-    def kernel(columns: list[list[Tensor]], count: Array) -> None:
+    def kernel(columns: list[list[Tensor]], count: int) -> None:
         params, grads, *buffers = columns
         torch._fused_sgd_(
             *(params, grads, buffers[0] if buffers else []),
@@ -142,7 +142,7 @@ def sgd(
             dampening=float(value_at(dampening, count)),
             nesterov=nesterov,
             maximize=False,
-            is_first_step=bool(count == 0),
+            is_first_step=count == 0,
         )
 
     return with_kernel(tx, kernel)

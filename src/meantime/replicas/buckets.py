@@ -8,9 +8,7 @@ from __future__ import annotations
 
 import itertools
 import math
-import operator
 from collections.abc import Iterator
-from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -49,10 +47,13 @@ class Buckets:
         self, leaves: list[Leaf], weight: float | None, group: dist.ProcessGroup
     ) -> Iterator[Iterator[None]]:
         """That mean, to be `overlapped` with other messages."""
-        kinds: dict[tuple[torch.dtype, torch.device], list[Leaf]] = {}
+        found: dict[tuple[torch.dtype, torch.device], list[Leaf]] = {}
         for leaf in leaves:
             x = leaf[0]
-            kinds.setdefault((_message_dtype(x.dtype), x.device), []).append(leaf)
+            found.setdefault((x.dtype, x.device), []).append(leaf)
+        kinds: dict[tuple[torch.dtype, torch.device], list[Leaf]] = {}
+        for (dtype, device), members in found.items():
+            kinds.setdefault((_message_dtype(dtype), device), []).extend(members)
         for (dtype, device), members in kinds.items():
             if dtype.is_floating_point:
                 yield from self._means(members, weight, dtype, device, group)
@@ -63,11 +64,18 @@ class Buckets:
     def _bundles(self, leaves: list[Leaf], dtype: torch.dtype) -> Iterator[list[Piece]]:
         capacity = max(1, self.size // dtype.itemsize)
         large = min(capacity, LARGE // dtype.itemsize)
-        head = [leaf for leaf in leaves if not is_aligned(leaf[0].numel())]
-        body = [leaf for leaf in leaves if is_aligned(leaf[0].numel())]
-        if sum(source.numel() for source, _ in body) < large:
-            head, body = [*head, *body], []
-        for part in (head, body):
+        head: list[Leaf] = []
+        body: list[Leaf] = []
+        length = 0
+        for leaf in leaves:
+            size = leaf[0].numel()
+            if is_aligned(size):
+                body.append(leaf)
+                length += size
+            else:
+                head.append(leaf)
+        parts = [head, body] if length >= large else [[*head, *body]]
+        for part in parts:
             yield from bundle((whole(*leaf) for leaf in part), capacity, large)
 
     def _means(
@@ -138,9 +146,7 @@ class Buckets:
         finish(pieces)
 
 
-def _maximum(
-    pieces: list[Piece], dtype: torch.dtype, group: dist.ProcessGroup
-) -> Iterator[None]:
+def _maximum(pieces: list[Piece], dtype: torch.dtype, group: dist.ProcessGroup) -> Iterator[None]:
     values = torch.cat([piece.source.to(dtype) for piece in pieces])
     work = dist.all_reduce(values, op=dist.ReduceOp.MAX, group=group, async_op=True)
     yield

@@ -8,26 +8,19 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
 from meantime.codecs import Codec
-from meantime.codecs.base import Message
 from meantime.replicas.buckets import Buckets, Leaf
+from meantime.replicas.coders import Blocks, Casts, Coder
 from meantime.replicas.memory import Stack
-from meantime.replicas.messages import weighted_mean
 from meantime.replicas.overlap import overlapped
 from meantime.replicas.peers import exchange, send_all, wait
-from meantime.replicas.pieces import Piece, cut, finish, split, whole
-
-CACHED = 2**17
-"""The number of values that are encoded or decoded at a time."""
-
-PARTS = 4
-"""A stretch is this part of a bucket: three of them are under way at a time."""
+from meantime.replicas.pieces import Piece, cut, finish, real, whole
 
 
 def compressed_mean(
@@ -65,13 +58,19 @@ def _stretches(
 ) -> Iterator[Iterator[None]]:
     # Of whole blocks for every process: stretches do not show in the result.
     blocks = codec.block if codec.sparse else codec.block * len(weights)
-    capacity = max(1, buckets.size // PARTS // (torch.float32.itemsize * blocks)) * blocks
-    # Three stretches are under way, each with what it sends, receives, sends and receives.
-    nbytes = 3 * codec.nbytes(capacity) + 4096
-    scratch = itertools.cycle(buckets.memory.scratch(nbytes, 3, device))
-    mean = _sparse_mean if codec.sparse else _mean
+    length = sum(real(source).numel() for source, _ in leaves)
+    count = min(buckets.size // (torch.float32.itemsize * blocks), -(-length // blocks))
+    capacity = max(1, count) * blocks
+    # Three stretches are under way, each with what it sends and what it receives.
+    room = codec.nbytes(capacity) + 256 * len(weights)
+    scratch = itertools.cycle(buckets.memory.scratch(room, 6, device))
     for stretch in cut((whole(*leaf) for leaf in leaves), itertools.repeat(capacity)):
-        yield mean(stretch, weights, _Coder(codec, Stack(next(scratch))), group)
+        stacks = Stack(next(scratch)), Stack(next(scratch))
+        if codec.sparse:
+            yield _sparse_mean(stretch, weights, Blocks(codec), stacks, group)
+        else:
+            coder = Blocks(codec) if codec.dtype is None else Casts(codec)
+            yield _mean(stretch, weights, coder, codec.block, stacks, group)
 
 
 def _share(
@@ -86,97 +85,51 @@ def _share(
 
 
 def _mean(
-    stretch: list[Piece], weights: list[float], coder: _Coder, group: dist.ProcessGroup
+    stretch: list[Piece],
+    weights: list[float],
+    coder: Coder,
+    block: int,
+    stacks: tuple[Stack, Stack],
+    group: dist.ProcessGroup,
 ) -> Iterator[None]:
     size = len(weights)
     length = sum(piece.source.numel() for piece in stretch)
-    missing = -length % (size * coder.block)
+    missing = -length % (size * block)
     if missing:
         zeros = stretch[0].source.new_zeros(missing)
         stretch = [*stretch, Piece(zeros, zeros)]
-        length += missing
-    message = coder.encode(_vectors(stretch, coder.step), length)
-    rows, requests = exchange(message, coder.stack, group)
+    part = (length + missing) // size
+    ours, theirs = stacks
+    message = coder.pack(stretch, size * part, ours)
+    rows, requests = exchange(message, theirs, group)
     yield
     wait(requests)
     if not any(weights):
         return _write_nothing(stretch)
-    part = length // size
-    arrived = zip(*(coder.decode(row, part) for row in rows), strict=True)
-    mean = coder.encode((weighted_mean(vectors, weights) for vectors in arrived), part)
-    rows, requests = send_all(mean, coder.stack, group)
+    mean = coder.mean(rows, weights, part, theirs)
+    ours.clear()
+    rows, requests = send_all(mean, ours, group)
     yield
     wait(requests)
-    vectors = itertools.chain(*(coder.decode(row, part) for row in rows))
-    _write(vectors, coder.steps(part) * size, stretch)
+    coder.unpack(rows, part, stretch)
 
 
 def _sparse_mean(
-    stretch: list[Piece], weights: list[float], coder: _Coder, group: dist.ProcessGroup
+    stretch: list[Piece],
+    weights: list[float],
+    coder: Blocks,
+    stacks: tuple[Stack, Stack],
+    group: dist.ProcessGroup,
 ) -> Iterator[None]:
     """The messages of all go to all: the mean of a part would not be sparse."""
     length = sum(piece.source.numel() for piece in stretch)
-    message = coder.encode(_vectors(stretch, coder.step), length)
-    rows, requests = send_all(message, coder.stack, group)
+    ours, theirs = stacks
+    rows, requests = send_all(coder.pack(stretch, length, ours), theirs, group)
     yield
     wait(requests)
     if not any(weights):
         return _write_nothing(stretch)
-    arrived = zip(*(coder.decode(row, length) for row in rows), strict=True)
-    means = (weighted_mean(vectors, weights) for vectors in arrived)
-    _write(means, coder.steps(length), stretch)
-
-
-class _Coder:
-    """A codec, applied to vectors in pieces that fit into the cache."""
-
-    def __init__(self, codec: Codec, stack: Stack):
-        self.codec, self.block, self.stack = codec, codec.block, stack
-        self.step = max(1, CACHED // codec.block) * codec.block
-        self.lengths: list[int] = []  # of the arrays for `step` values
-
-    def encode(self, vectors: Iterable[Tensor], length: int) -> Message:
-        """The message of vectors one after the other, all but the last of `step` values."""
-        whole: list[Tensor] = []
-        ends: list[int] = []
-        for x in vectors:
-            message = self.codec.encode(x)
-            if not whole:
-                self.lengths = self.lengths or [part.numel() for part in message]
-                if x.numel() == length:
-                    return message
-                count = len(self.steps(length))
-                whole = [self.stack.empty(count * part.numel(), part.dtype) for part in message]
-                ends = [0] * len(message)
-            for i, part in enumerate(message):
-                whole[i][ends[i] : ends[i] + part.numel()].copy_(part)
-                ends[i] += part.numel()
-        return tuple(x[:end] for x, end in zip(whole, ends, strict=True))
-
-    def decode(self, message: Message, length: int) -> Iterator[Tensor]:
-        """These vectors, of `length` values together."""
-        for i, step in enumerate(self.steps(length)):
-            part = tuple(
-                x[i * n : (i + 1) * n] for x, n in zip(message, self.lengths, strict=True)
-            )
-            yield self.codec.decode(part, step)
-
-    def steps(self, length: int) -> list[int]:
-        """The lengths of these vectors."""
-        return [min(self.step, length - start) for start in range(0, length, self.step)]
-
-
-def _vectors(stretch: list[Piece], step: int) -> Iterator[Tensor]:
-    """The values of a stretch, so many at a time."""
-    for pieces in cut(stretch, itertools.repeat(step)):
-        yield _joined([piece.source.to(torch.float32) for piece in pieces])
-
-
-def _write(vectors: Iterable[Tensor], lengths: list[int], stretch: list[Piece]) -> None:
-    """Write vectors of these lengths, one after the other, to the targets."""
-    for pieces, x in zip(cut(stretch, lengths), vectors, strict=True):
-        torch._foreach_copy_([piece.target for piece in pieces], split(x, pieces))
-    finish(stretch)
+    coder.unpack_mean(rows, weights, length, stretch)
 
 
 def _write_nothing(stretch: list[Piece]) -> None:
@@ -185,10 +138,6 @@ def _write_nothing(stretch: list[Piece]) -> None:
         if not piece.donated:
             piece.target.fill_(math.nan)
     finish(stretch)
-
-
-def _joined(parts: Sequence[Tensor]) -> Tensor:
-    return parts[0] if len(parts) == 1 else torch.cat(tuple(parts))
 
 
 def _is_inexact(x: Tensor) -> bool:

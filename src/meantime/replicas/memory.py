@@ -34,6 +34,7 @@ class Memory:
 
     def scratch(self, nbytes: int, count: int, device: torch.device) -> list[Tensor]:
         """So many buffers of bytes. They are those that others were given: ask for them once."""
+        nbytes = _aligned(nbytes)
         memory = self._scratch.get(device)
         if memory is None or memory.numel() < nbytes * count:
             memory = torch.empty(nbytes * count, dtype=torch.uint8, device=device)
@@ -48,9 +49,17 @@ class Stack:
         self._buffer = buffer
         self._used = 0
 
+    def clear(self) -> None:
+        """Begin again: what it gave is not read any more."""
+        self._used = 0
+
     def empty(self, length: int, dtype: torch.dtype) -> Tensor:
         start, end = self._used, self._used + length * dtype.itemsize
         if end > self._buffer.numel():
             return torch.empty(length, dtype=dtype, device=self._buffer.device)
-        self._used = -(-end // 64) * 64
+        self._used = _aligned(end)
         return self._buffer[start:end].view(dtype)
+
+
+def _aligned(nbytes: int) -> int:
+    return -(-nbytes // 64) * 64

@@ -33,10 +33,13 @@ class Piece(NamedTuple):
 def whole(source: Tensor, target: Tensor) -> Piece:
     """The whole of a leaf; one without a flat view is copied, and written to in the end."""
     donated = source is target
-    source, target = real(source), real(target)
+    if source.is_complex():
+        source, target = real(source), real(target)
     flat = source.contiguous().view(-1)
+    if donated and source.is_contiguous():
+        return Piece(flat, flat)
     if target.is_contiguous():
-        return Piece(flat, flat if donated else target.view(-1))
+        return Piece(flat, target.view(-1))
     copy = flat if donated else torch.empty_like(flat)
     return Piece(flat, copy, partial(target.copy_, copy.view(target.shape)))
 
@@ -75,7 +78,7 @@ def cut(pieces: Iterable[Piece], lengths: Iterable[int]) -> Iterator[list[Piece]
 
 
 def bundle(pieces: Iterable[Piece], capacity: int, large: int) -> Iterator[list[Piece]]:
-    """Messages of at most so many values, of whole leaves but for those that exceed it. Large leaves
+    """Messages of at most so many values. Leaves are not cut unless they exceed that; large ones
     have messages of their own."""
     message: list[Piece] = []
     length = 0
