@@ -35,6 +35,7 @@ from meantime.averaging import warmup_mean as warmup_mean
 from meantime.codecs import Codec as Codec
 from meantime.codecs import ErrorFeedbackState as ErrorFeedbackState
 from meantime.codecs import error_feedback as error_feedback
+from meantime.compiling import compile as compile
 from meantime.gradients import value_and_grad as value_and_grad
 from meantime.keywords import forwards as forwards
 from meantime.keywords import pick as pick

@@ -9,6 +9,8 @@
 Compress differences (gradients, pseudo-gradients), not parameters: the error is relative to the
 values of a block, and what parameters gain in a step is far smaller than they are.
 `error_feedback` adds what one message lost to the next.
+
+`powersgd(rank)` takes the place of `mean(codec=...)`: it sends matrices of low rank.
 """
 
 from meantime.codecs.base import Codec as Codec
@@ -16,6 +18,8 @@ from meantime.codecs.casting import bf16 as bf16
 from meantime.codecs.casting import fp16 as fp16
 from meantime.codecs.feedback import ErrorFeedbackState as ErrorFeedbackState
 from meantime.codecs.feedback import error_feedback as error_feedback
+from meantime.codecs.low_rank import PowerSGDState as PowerSGDState
+from meantime.codecs.low_rank import powersgd as powersgd
 from meantime.codecs.quantization import int4 as int4
 from meantime.codecs.quantization import int8 as int8
 from meantime.codecs.sparsification import topk as topk
