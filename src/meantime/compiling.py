@@ -45,20 +45,12 @@ def compile(tx: Any) -> Transform:
 
     Example:
         >>> import torch, meantime as mt
-        >>> @mt.leafwise
-        ... def signed(g, rate):
-        ...     return -rate * mt.arrays.sign(g)
-        >>> def sign_sgd(rate):
-        ...     return mt.Transform(
-        ...         lambda params: mt.EmptyState(),
-        ...         lambda updates, state, params=None: (signed(updates, rate), state),
-        ...     )
-        >>> tx = mt.compile(sign_sgd(0.5))
+        >>> tx = mt.compile(mt.chain(mt.clip(1.0), mt.trace(0.9), mt.scale(-0.5)))
         >>> params = torch.zeros(2)
         >>> state = tx.init(params)
-        >>> params, state = mt.step(tx, torch.tensor([3.0, -2.0]), params, state)
+        >>> params, state = mt.step(tx, torch.tensor([3.0, -0.5]), params, state)
         >>> params
-        tensor([-0.5000,  0.5000])
+        tensor([-0.5000,  0.2500])
     """
     tx = as_transform(tx)
     if not tx.updates:

@@ -7,7 +7,7 @@ of the first, and what the last ones have found. So it is a member of an update 
 from __future__ import annotations
 
 import math
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 
@@ -20,17 +20,17 @@ from meantime.transform import Transform
 from meantime.tree import Tree, all_finite, flatten, paths, zeros_like
 
 
-MASK = 2**32 - 1
-
-
 class PowerSGDState(NamedTuple):
-    """Messages of this replica that were not finite (0-d int32); for each matrix its right factor,
-    of shape (columns, rank) and the same on all replicas, and what this replica's messages have
-    lost so far; None for leaves that are sent as they are."""
+    """How many messages of this replica were not finite (0-d int32); and for each leaf that is
+    sent as a matrix of low rank, in their order, the right factor, of shape (columns, rank) and the
+    same on all replicas, and what this replica's messages have lost so far."""
 
     rejected: Array
-    factor: Tree
-    residual: Tree
+    factors: tuple[Array, ...]
+    residuals: tuple[Array, ...]
+
+
+MASK = 2**32 - 1
 
 
 @made
@@ -91,13 +91,11 @@ def powersgd(rank: int, over: str | None = None, seed: int = 0) -> Transform:
                     f"powersgd needs whole matrices, but {path or 'the leaf'} is a DTensor: use "
                     "mean(codec=...)"
                 )
-        factors, residuals = [], []
-        for i, x in enumerate(leaves):
-            pays = _pays(x, rank)
-            factors.append(_first_factor(x, rank, seed, i) if pays else None)
-            residuals.append(zeros_like(x, wide=True) if pays else None)
+        low = [(i, x) for i, x in enumerate(leaves) if _pays(x, rank)]
         return PowerSGDState(
-            counter(params, local=True), spec.unflatten(factors), spec.unflatten(residuals)
+            counter(params, local=True),
+            tuple(_first_factor(x, rank, seed, i) for i, x in low),
+            tuple(zeros_like(x, wide=True) for _, x in low),
         )
 
     def update(
@@ -114,40 +112,31 @@ def powersgd(rank: int, over: str | None = None, seed: int = 0) -> Transform:
             return updates, state
         finite = all_finite(updates)
         weight = arrays.where(finite, 1.0 if weight is None else weight * 1.0, 0.0)
-        factors = spec.flatten_up_to(state.factor)
-        residuals = spec.flatten_up_to(state.residual)
-        matrices = [
-            _matrix(e + x)
-            for x, q, e in zip(leaves, factors, residuals, strict=True)
-            if q is not None
-        ]
-        known = [q for q in factors if q is not None]
-        others = [x for x, q in zip(leaves, factors, strict=True) if q is None]
-
-        images = [m @ q for m, q in zip(matrices, known, strict=True)]
-        present, images, others = world.mean((weight, images, others), weight=weight)
+        low = [i for i, x in enumerate(leaves) if _pays(x, rank)]
+        rest = [i for i in range(len(leaves)) if i not in low]
+        matrices = [_matrix(e + leaves[i]) for i, e in zip(low, state.residuals, strict=True)]
+        images = [m @ q for m, q in zip(matrices, state.factors, strict=True)]
+        present, images, others = world.mean(
+            (weight, images, [leaves[i] for i in rest]), weight=weight
+        )
         frames = [arrays.namespace(p).linalg.qr(p)[0] for p in images]
         answers = [m.T @ p for m, p in zip(matrices, frames, strict=True)]
-        means = world.mean(answers, weight=weight)
+        factors = tuple(world.mean(answers, weight=weight))
 
-        exact = iter(others)
-        low = iter(zip(matrices, frames, answers, means, strict=True))
-        rows = []
-        for x, q, e in zip(leaves, factors, residuals, strict=True):
-            if q is None:
-                rows.append((next(exact), None, None))
-            else:
-                m, p, answer, mean = next(low)
-                arrived = arrays.astype((p @ mean.T).reshape(x.shape), x.dtype)
-                rows.append((arrived, mean, (m - p @ answer.T).reshape(e.shape)))
-        arrived, factor, residual = (spec.unflatten(column) for column in zip(*rows, strict=True))
-        residual = select(finite, lambda: residual, lambda: state.residual)
-        arrived, factor, residual = select(
+        mean = dict(zip(rest, others, strict=True))
+        residuals = []
+        for i, m, p, answer, factor in zip(low, matrices, frames, answers, factors, strict=True):
+            x = leaves[i]
+            mean[i] = arrays.astype((p @ factor.T).reshape(x.shape), x.dtype)
+            residuals.append((m - p @ answer.T).reshape(x.shape))
+        arrived = spec.unflatten([mean[i] for i in range(len(leaves))])
+        kept = select(finite, lambda: tuple(residuals), lambda: state.residuals)
+        arrived, factors, kept = select(
             present > 0,
-            lambda: (arrived, factor, residual),
-            lambda: (zeros_like(updates), state.factor, state.residual),
+            lambda: (arrived, factors, kept),
+            lambda: (zeros_like(updates), state.factors, state.residuals),
         )
-        return arrived, PowerSGDState(state.rejected + ~finite, factor, residual)
+        return arrived, PowerSGDState(state.rejected + ~finite, factors, kept)
 
     return Transform(init, update)
 

@@ -45,7 +45,8 @@ def with_kernel(tx: Transform, kernel: Kernel) -> Transform:
         nonlocal known
         if torch.compiler.is_compiling() or transforming():
             return None
-        slots, counts = [], []
+        slots: list[Tree] = []
+        counts: list[Tensor] = []
         for member in state:
             for name in member._fields:
                 (counts if name == "count" else slots).append(getattr(member, name))
