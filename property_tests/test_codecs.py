@@ -162,3 +162,47 @@ def test_error_feedback_loses_nothing(
         total += u.double() - codec.roundtrip(sent.float())
         size += u.double().abs()
     close("residual", state.residual, total.float(), "something was lost", scale=size * 4)
+
+
+@given(
+    st.integers(1, 3),
+    st.integers(5, 12),
+    st.integers(5, 12),
+    replica_counts(),
+    st.integers(0, 2**20),
+)
+def test_matrices_of_low_rank(rank: int, rows: int, columns: int, size: int, seed: int) -> None:
+    """A mean of that rank arrives as it is; of others nothing is lost, and nothing is added."""
+    rng = torch.Generator().manual_seed(seed)
+
+    def normal(*shape: int) -> torch.Tensor:
+        return torch.randn(shape, generator=rng, dtype=torch.float64)
+
+    tx = codecs.powersgd(rank, seed=seed)
+    low = normal(rows, rank) @ normal(size, rank, columns)  # with the same columns on all replicas
+    rest = [normal(size, rows, columns) for _ in range(3)]
+
+    def rounds(*updates: torch.Tensor) -> Any:
+        state, results = tx.init(updates[0]), []
+        for u in updates:
+            before = state.residuals
+            arrived, state = tx.update(u, state, replicas=mt.Vmapped(size))
+            results.append((arrived, u, before, state.residuals))
+        return results
+
+    results = vmapped(rounds, low, *rest)
+    arrived = results[0][0]
+    close(
+        "mean", arrived[0], low.mean(0), "a mean of low rank did not arrive", scale=low.abs().max()
+    )
+    total = torch.zeros(rows, columns, dtype=torch.float64)
+    for arrived, u, before, after in results:
+        assert (arrived == arrived[:1]).all()
+        total += u.mean(0) - arrived[0]
+        # What is lost is a projection of what was there.
+        pays = rank * (rows + columns) < rows * columns
+        for e, then in zip(after, before, strict=True) if pays else ():
+            there = torch.linalg.matrix_norm(u + then)
+            assert (torch.linalg.matrix_norm(e) <= there * (1 + 1e-9)).all()
+    lost = results[-1][3][0].mean(0) if pays else torch.zeros_like(total)
+    close("residual", lost, total, "something was lost", scale=low.abs().max() + 10)

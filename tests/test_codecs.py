@@ -423,19 +423,16 @@ def test_not_finite(gloo):
 
 
 def bytes_body():
-    """What this process hands to collectives, and how often."""
-    sent: list[tuple[str, int]] = []
-    originals = {}
+    """What this process sends to others, and how often."""
+    sent: list[list[int]] = []
+    original = dist.batch_isend_irecv
 
-    def counted(name, *arguments, **options):
-        tensor = arguments[0] if name == "all_reduce" else arguments[1]
-        sent.append((name, tensor.numel() * tensor.element_size()))
-        return originals[name](*arguments, **options)
+    def counted(operations):
+        sends = [op.tensor for op in operations if op.op is dist.isend]
+        sent.append([x.numel() * x.element_size() for x in sends])
+        return original(operations)
 
-    names = ("all_to_all_single", "all_reduce", "all_gather")
-    for name in names:
-        originals[name] = getattr(dist, name)
-        setattr(dist, name, partial(counted, name))
+    dist.batch_isend_irecv = counted
     try:
         length = 4 * 1024
         world = mt.Distributed()
@@ -444,27 +441,22 @@ def bytes_body():
             codec, _ = CODECS[name]
             sent.clear()
             world.mean(torch.zeros(length), codec=codec)
-            message = codec.nbytes(length)
-            gathered = message if codec.sparse else message // 4  # the mean of a quarter
-            totals: dict[str, int] = {}
-            for call, size in sent:
-                totals[call] = totals.get(call, 0) + size
-            exchanged = {} if codec.sparse else {"all_to_all_single": message}
-            assert totals == {**exchanged, "all_gather": gathered}, (name, totals)
+            # A quarter to each of three others and the mean of a quarter to each, or all to each.
+            share = codec.nbytes(length) // (1 if codec.sparse else K)
+            assert [sum(sizes) for sizes in sent] == [3 * share] * (1 if codec.sparse else 2), name
         # Messages of bounded size.
         sent.clear()
         mt.Distributed(bucket_bytes=4096).mean(torch.zeros(length), codec=codecs.bf16())
-        assert [size for call, size in sent if call == "all_to_all_single"] == [2048] * 4
-        # The guard needs one bool and the weights of all.
+        assert sent == [[512] * 3] * 8
+        # The guard needs the weights of all, and one bool, which is reduced.
         sent.clear()
         tx = mt.mean(codec=codecs.int8())
         updates = torch.zeros(length)
         tx.update(updates, tx.init(updates), replicas=world)
-        assert ("all_reduce", 1) in sent
-        assert sum(size for _, size in sent) == (4096 + 32) * 5 // 4 + 1 + 4
+        assert sent[0] == [4] * 3
+        assert sum(map(sum, sent)) == (4 + 2 * (1024 + 8)) * 3
     finally:
-        for name in names:
-            setattr(dist, name, originals[name])
+        dist.batch_isend_irecv = original
 
 
 def test_bytes_on_the_wire(gloo):
@@ -668,3 +660,164 @@ def test_laws_of_transforms(codec):
     check_transform(mt.error_feedback(codec), examples=5, skip=skip)
     check_transform(mt.mean(codec=codec), examples=5, skip=skip)
     check_averager(averager(codec), examples=5)
+
+
+# --- matrices of low rank --------------------------------------------------------------------
+
+SHAPES = {"conv": (6, 2, 4), "square": (5, 5), "thin": (4, 2), "vector": (7,)}
+RANK, ROUNDS = 2, 4
+
+
+def matrix_updates() -> list[dict[str, np.ndarray]]:
+    """With axes (replica, ...), of every round; float64."""
+    rng = np.random.default_rng(5)
+    return [
+        {key: rng.normal(size=(K, *shape)) for key, shape in SHAPES.items()} for _ in range(ROUNDS)
+    ]
+
+
+def low_rank_by_hand(first, updates, weights) -> list[np.ndarray]:
+    """One leaf, (replica, rows, columns) in every round: what arrives, as the paper has it."""
+    q, residual, arrived = first, np.zeros_like(updates[0]), []
+    for u in updates:
+        m = u + residual
+        p, _ = np.linalg.qr(np.tensordot(weights, m @ q, 1) / weights.sum())
+        own = m.swapaxes(1, 2) @ p
+        q = np.tensordot(weights, own, 1) / weights.sum()
+        arrived.append(p @ q.T)
+        residual = m - p @ own.swapaxes(1, 2)
+    return arrived
+
+
+def low_rank_rounds(replicas, updates: list, weight) -> tuple:
+    """What arrives in every round, of the updates of one replica, and the last state."""
+    tx = codecs.powersgd(RANK)
+    state = tx.init(updates[0])
+    arrived = []
+    for u in updates:
+        mean, state = tx.update(u, state, replicas=replicas, weight=weight)
+        arrived.append([mean[key] for key in SHAPES])
+    return arrived, state.factors, state.residuals
+
+
+def check_low_rank(found: list, weights) -> None:
+    """`found` has axes (round, leaf, replica, ...)."""
+    updates = matrix_updates()
+    state = codecs.powersgd(RANK).init(
+        {key: torch.zeros(shape).double() for key, shape in SHAPES.items()}
+    )
+    factors = dict(zip(["conv", "square"], state.factors, strict=True))
+    for i, key in enumerate(SHAPES):
+        leaf = [u[key] for u in updates]
+        if key in factors:
+            leaf = [u.reshape(K, u.shape[1], -1) for u in leaf]
+            wanted = low_rank_by_hand(factors[key].numpy(), leaf, weights)
+        else:
+            wanted = [np.tensordot(weights, u, 1) / weights.sum() for u in leaf]
+        for found_in_round, x in zip(found, wanted, strict=True):
+            for mine in np.asarray(found_in_round[i]):
+                np.testing.assert_allclose(mine, x.reshape(SHAPES[key]), rtol=1e-9, atol=1e-9)
+
+
+POWERS = np.array([1.0, 0.5, 0.0, 2.0])
+
+
+def test_low_rank_of_simulated_replicas():
+    updates = [mt.tree.map(torch.from_numpy, u) for u in matrix_updates()]
+    world = mt.Vmapped(K)
+    found, factors, residuals = torch.func.vmap(partial(low_rank_rounds, world))(
+        updates, torch.from_numpy(POWERS)
+    )
+    check_low_rank(found, POWERS)
+    assert all((x == x[0]).all() for x in factors)
+    assert [x.shape[1:] for x in residuals] == [SHAPES["conv"], SHAPES["square"]]
+
+
+@pytest.mark.parametrize("mapped", ["vmap", "shard_map"])
+def test_low_rank_over_a_named_axis(mapped, x64):
+    jax = pytest.importorskip("jax")
+    one = partial(low_rank_rounds, mt.NamedAxis("replica"))
+
+    def on_device(*arguments):
+        return jax.tree.map(lambda x: x[None], one(*jax.tree.map(lambda x: x[0], arguments)))
+
+    if mapped == "vmap":
+        function = jax.vmap(one, axis_name="replica")
+    else:
+        mesh = jax.sharding.Mesh(np.array(jax.devices()[:K]), ("replica",))
+        spec = jax.sharding.PartitionSpec("replica")
+        function = jax.shard_map(on_device, mesh=mesh, in_specs=spec, out_specs=spec)
+    found, factors, _ = jax.jit(function)(matrix_updates(), POWERS)
+    check_low_rank(found, POWERS)
+    assert all((x == x[:1]).all() for x in factors)
+
+
+def low_rank_body():
+    rank = dist.get_rank()
+    updates = [mt.tree.map(lambda x: torch.from_numpy(x[rank]), u) for u in matrix_updates()]
+    world = mt.Recorded(mt.Distributed())
+    found, factors, _ = low_rank_rounds(world, updates, POWERS[rank])
+    # Two means a round: images and what is sent as it is, then the answers.
+    sizes = [8 * 2 * (6 + 5) + 8 * (8 + 7) + 4, 8 * 2 * (8 + 5)]
+    assert world.calls == [("mean", size) for size in sizes] * ROUNDS
+    # All of them rejected, and then one.
+    tx = codecs.powersgd(RANK)
+    state = tx.init(updates[0])
+    _, state = tx.update(updates[0], state, replicas=world)
+    ruined = {**updates[1], "square": updates[1]["square"] * torch.nan}
+    mean, after = tx.update(ruined, state, replicas=world)
+    assert not any(x.any() for x in mean.values())
+    assert after.rejected == 1
+    equal(after.residuals[1], state.residuals[1])
+    equal(after.factors[1], state.factors[1])
+    mean, after = tx.update(ruined if rank == 2 else updates[1], state, replicas=world)
+    assert all(x.isfinite().all() for x in mean.values())
+    assert (after.residuals[0] == state.residuals[0]).all() == (rank == 2)
+    return found, [x.numpy() for x in factors], [x.numpy() for x in mean.values()]
+
+
+def test_low_rank_of_processes(gloo):
+    found, factors, means = zip(*gloo.run(low_rank_body), strict=True)
+    for same in (*zip(*factors, strict=True), *zip(*means, strict=True)):
+        for x in same:
+            equal(x, same[0])
+    stacked = [
+        [np.stack([found[k][r][i].numpy() for k in range(K)]) for i in range(len(SHAPES))]
+        for r in range(ROUNDS)
+    ]
+    check_low_rank(stacked, POWERS)
+
+
+def test_low_rank_diloco_converges():
+    """To a matrix of full rank, by messages of rank one: what they lose comes later."""
+    rng = torch.Generator().manual_seed(0)
+    targets = torch.randn(10, 8, generator=rng) + 0.1 * torch.randn(K, 10, 8, generator=rng)
+    outer = mt.outer(mt.chain(codecs.powersgd(1), mt.sgd(0.2)))
+    tx = mt.chain(mt.sgd(0.3), mt.periodic(outer, every=4))
+
+    def train(target):
+        params = torch.zeros(10, 8)
+        state = tx.init(params)
+        for _ in range(300):
+            params, state = mt.step(tx, params - target, params, state, replicas=mt.Vmapped(K))
+        return params
+
+    found = torch.func.vmap(train)(targets)
+    assert (found - targets.mean(0)).abs().max() < 1e-3
+    assert (found == found[0]).all()
+
+
+def test_low_rank_laws_and_errors():
+    check_transform(codecs.powersgd(1), examples=5)
+    check_averager(mt.outer(mt.chain(codecs.powersgd(1), mt.sgd(1.0))), examples=5)
+    for rank in (0, -1, 2.0, True, "2"):
+        with pytest.raises(ValueError, match="rank"):
+            codecs.powersgd(rank)
+    tx = codecs.powersgd(1)
+    with pytest.raises(TypeError, match="powersgd has to communicate"):
+        tx.update(torch.ones(3, 3), tx.init(torch.ones(3, 3)))
+    # The first factor depends on the seed and on the place of the leaf.
+    pair = {"a": torch.ones(4, 4), "b": torch.ones(4, 4)}
+    first, other = codecs.powersgd(1).init(pair), codecs.powersgd(1, seed=1).init(pair)
+    drawn = [*first.factors, *other.factors]
+    assert all((a != b).all() for i, a in enumerate(drawn) for b in drawn[:i])

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections import OrderedDict
+from functools import partial
 from typing import NamedTuple
 
 import numpy as np
@@ -10,7 +11,6 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.tensor import DTensor, Replicate, Shard
 
 import meantime as mt
 from tests.processes import run, worlds_of_2_3_4
@@ -312,6 +312,94 @@ def test_number_of_collectives(gloo):
     gloo.run(collectives_body)
 
 
+def in_place_body():
+    """Donated leaves that are one stretch of memory are reduced there, the others beside it."""
+    size, rank = 4, dist.get_rank()
+    lengths = [2**19, 7, 2**19, 2**18, 1]
+    trees = [
+        {str(i): torch.randn(n, generator=torch.Generator().manual_seed(10 * r + i))
+         for i, n in enumerate(lengths)}
+        for r in range(size)
+    ]  # fmt: skip
+    buffer = torch.cat([trees[rank][key] for key in "02314"])
+    parts = dict(zip("02314", buffer.split([lengths[int(i)] for i in "02314"]), strict=True))
+    mine = {key: parts[key].view(2, -1) if key == "2" else parts[key] for key in trees[rank]}
+    messages = []
+    original = dist.all_reduce
+
+    def recorded(x, *arguments, **options):
+        messages.append((x.data_ptr(), x.numel()))
+        return original(x, *arguments, **options)
+
+    for weights in (None, [2.0, 1.0, 1.0, 0.5], [1.0, 0.0, 3.0, 1.0]):
+        buffer.copy_(torch.cat([trees[rank][key] for key in "02314"]))
+        world = mt.Distributed(bucket_bytes=2**22)
+        weight = None if weights is None else weights[rank]
+        pure = world.mean(mine, weight=weight)
+        messages.clear()
+        dist.all_reduce = recorded
+        try:
+            world.mean(mine, weight=weight, donate=True)
+        finally:
+            dist.all_reduce = original
+        assert all_bits(mine) == all_bits(pure)
+        mean = {key: x.flatten() for key, x in mine.items()}
+        check_mean(mean, trees, weights)
+        # 7 + 1 values and the weight, then two messages of whole leaves.
+        assert [n for _, n in messages] == [8 + (weight is not None), 2**20, 2**18]
+        start = buffer.data_ptr()
+        places = [place for place, _ in messages[1:]]
+        assert (places == [start, start + 2**22]) == (weight != 0)
+
+
+def test_in_place(gloo):
+    gloo.run(in_place_body)
+
+
+def tied_body():
+    rank = float(dist.get_rank())
+    world = mt.Distributed()
+    x = torch.full((3,), rank)
+    mean = world.mean({"a": x, "b": x, "c": torch.full((3,), rank)})
+    assert mean["a"] is mean["b"]
+    assert mean["a"].tolist() == mean["c"].tolist() == [1.5] * 3
+    # In place, tied by the object or by its memory.
+    large = torch.full((2**21,), rank)
+    world = mt.Distributed()
+    world.mean({"a": large, "b": large, "c": large.view_as(large)}, donate=True)
+    assert (large == 1.5).all()
+    message = raises(ValueError, mt.Distributed().mean, [large, large[:3]], donate=True)
+    assert "share memory" in message
+    one_tied = [x, x if rank else x.clone()]
+    message = raises(ValueError, mt.Distributed().mean, one_tied)
+    assert "tied to [0]" in message, message
+
+
+def test_tied_leaves(gloo):
+    gloo.run(tied_body)
+
+
+def float64_body():
+    """The guard has no message of its own, whatever the dtype of the values."""
+    rank = dist.get_rank()
+    tx, world = mt.average_params(), mt.Distributed()
+    for dtype in (torch.float64, torch.bfloat16, torch.complex128):
+        params = {"w": torch.full((3,), rank, dtype=dtype), "b": torch.full((), rank, dtype=dtype)}
+        state = tx.init(params)
+        world = mt.Distributed()
+        world.mean(params)  # compares trees
+        with Counted("all_reduce", "all_gather") as counted:
+            mean, _ = tx.average(params, state, replicas=world, weight=float(rank))
+        assert counted.count == {"all_reduce": 1, "all_gather": 0}
+        wanted = torch.tensor((1 + 4 + 9) / 6, dtype=dtype)
+        assert (mean["w"] == wanted).all()
+        assert mean["b"] == wanted
+
+
+def test_guard_of_other_dtypes(gloo):
+    gloo.run(float64_body)
+
+
 # --- the other collectives -------------------------------------------------------------------
 
 
@@ -434,110 +522,6 @@ def test_hierarchical(gloo):
     gloo.run(hierarchical_body)
 
 
-# --- DTensor ---------------------------------------------------------------------------------
-
-
-def dtensor_tree(mesh, replica: int) -> dict:
-    """Sharded, replicated and plain leaves; they differ between replicas only."""
-    make = torch.Generator().manual_seed(replica)
-    weight = torch.randn(6, 3, generator=make)
-    bias = torch.randn(5, generator=make)  # 3 + 2 elements: uneven shards
-    scale = torch.randn((), generator=make)
-    shard = mesh["shard"]
-    half = weight.chunk(2)[shard.get_local_rank()]
-    return {
-        # on the whole mesh, as hybrid sharding has it: replicate x shard
-        "weight": DTensor.from_local(half, mesh, [Replicate(), Shard(0)], run_check=False),
-        # on the sharding dimension alone
-        "bias": DTensor.from_local(
-            bias.chunk(2)[shard.get_local_rank()],
-            shard,
-            [Shard(0)],
-            run_check=False,
-            shape=bias.shape,
-            stride=bias.stride(),
-        ),
-        "scale": DTensor.from_local(scale, shard, [Replicate()], run_check=False),
-        "plain": torch.full((2,), float(replica)),
-    }
-
-
-def full(tree, mesh):
-    """Plain tensors of what one replica holds."""
-
-    def one(x):
-        if not isinstance(x, DTensor):
-            return x
-        pieces: list = [None, None]
-        dist.all_gather_object(pieces, x.to_local(), group=mesh.get_group("shard"))
-        return torch.cat(pieces) if x.placements[-1].is_shard() else pieces[0]
-
-    return mt.tree.map(one, tree)
-
-
-def dtensor_body():
-    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("replicate", "shard"))
-    replica = mesh["replicate"].get_local_rank()
-    world = mt.Distributed(mesh["replicate"])
-    trees = [full(dtensor_tree(mesh, r), mesh) for r in range(2)]
-    for donate in (False, True):
-        mine = dtensor_tree(mesh, replica)
-        mean = world.mean(mine, donate=donate)
-        for key in mine:
-            assert type(mean[key]) is type(mine[key])
-            if isinstance(mine[key], DTensor):
-                assert mean[key].placements == mine[key].placements
-                assert mean[key].shape == mine[key].shape
-        check_mean(full(mean, mesh), trees)
-    mine = dtensor_tree(mesh, replica)
-    received = world.broadcast(mine, 1)
-    assert all_bits(full(received, mesh)) == all_bits(trees[1])
-    gone_round = world.shift(mine, 1)
-    assert all_bits(full(gone_round, mesh)) == all_bits(trees[1 - replica])
-
-
-def test_dtensor(gloo):
-    gloo.run(dtensor_body)
-
-
-def dtensor_training_body():
-    """A whole step, with an anchor and momentum of DTensors; all leaves on one mesh."""
-    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("replicate", "shard"))
-    replica = mesh["replicate"].get_local_rank()
-    world = mt.Distributed(mesh["replicate"])
-
-    def tree(seed):
-        make = torch.Generator().manual_seed(seed)
-        return {"weight": torch.randn(6, 3, generator=make), "bias": torch.randn(4, generator=make)}
-
-    def sharded(values):
-        rank = mesh["shard"].get_local_rank()
-        return mt.tree.map(
-            lambda x: DTensor.from_local(
-                x.chunk(2)[rank].clone(), mesh["shard"], [Shard(0)], run_check=False
-            ),
-            values,
-        )
-
-    def train(place, replicas):
-        tx = mt.diloco(mt.adamw(0.1), every=2)
-        params = place(tree(0))
-        state = tx.init(params)
-        for t in range(4):
-            grads = place(tree(1 + 10 * t + replica))
-            params, state = mt.step(tx, grads, params, state, replicas=replicas)
-        return params
-
-    plain = train(lambda values: values, world)
-    split = train(sharded, mt.Distributed(mesh["replicate"]))
-    assert all(isinstance(x, DTensor) for x in split.values())
-    torch.testing.assert_close(full(split, mesh), plain)
-
-
-def test_dtensor_training(gloo):
-    gloo.run(dtensor_training_body)
-
-
 # --- errors ----------------------------------------------------------------------------------
 
 
@@ -575,6 +559,25 @@ def different_trees_body():
 
 def test_different_trees(gloo):
     gloo.run(different_trees_body, timeout=90)
+
+
+def unfit_leaves_body():
+    """Every rank raises before anything is sent."""
+    meta = torch.empty(2, device="meta")
+    lazy = torch.nn.LazyLinear(2).weight
+    sparse = torch.eye(2).to_sparse()
+    world = mt.Distributed()
+    for leaf, words in ((meta, "meta"), (lazy, "batch"), (sparse, "sparse"), (1.5, "1.5")):
+        for call in (world.mean, partial(world.mean, donate=True), world.gather, world.broadcast):
+            with Counted("all_reduce", "all_gather", "broadcast") as counted:
+                message = raises(TypeError, call, {"x": torch.ones(2), "y": leaf})
+            assert message.startswith("['y']"), message
+            assert words in message
+            assert not any(counted.count.values())
+
+
+def test_unfit_leaves(gloo):
+    gloo.run(unfit_leaves_body)
 
 
 def non_member_body():

@@ -371,7 +371,7 @@ RECIPES: dict[str, Recipe] = {
         lambda theta, grad: ref_local(theta, grad, NumpySGD(0.1), every=3),
     ),
     "local_sgd, last": Recipe(
-        lambda: mt.local_sgd(mt.sgd(0.1), every=4, last=10),
+        lambda: mt.local_sgd(mt.compile(mt.sgd(0.1)), every=4, last=10),
         lambda theta, grad: ref_local(theta, grad, NumpySGD(0.1), every=4, last=10),
     ),
     "post_local_sgd, momentum": Recipe(

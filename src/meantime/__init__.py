@@ -34,6 +34,7 @@ from meantime.averaging import swa as swa
 from meantime.averaging import warmup_mean as warmup_mean
 from meantime.codecs import Codec as Codec
 from meantime.codecs import ErrorFeedbackState as ErrorFeedbackState
+from meantime.codecs import PowerSGDState as PowerSGDState
 from meantime.codecs import error_feedback as error_feedback
 from meantime.compiling import compile as compile
 from meantime.gradients import value_and_grad as value_and_grad

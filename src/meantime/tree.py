@@ -39,6 +39,8 @@ def flatten(tree: Tree) -> tuple[list[Array], Any]:
 
 
 def leaves(tree: Tree) -> list[Array]:
+    if torch.compiler.is_compiling():
+        return optree.tree_leaves(tree)  # Dynamo flattens no dicts of constants
     return flatten(tree)[0]
 
 

@@ -1,5 +1,6 @@
 """The stateful side: our transforms behind the interfaces of classic training scripts."""
 
+from meantime.adapters.arena import arena as arena
 from meantime.adapters.averaging_optimizer import AveragingOptimizer as AveragingOptimizer
 from meantime.adapters.ddp_hook import post_local_hook as post_local_hook
 from meantime.adapters.from_torch import TorchState as TorchState

@@ -84,7 +84,7 @@ def powersgd(rank: int, over: str | None = None, seed: int = 0) -> Transform:
         raise ValueError(f"rank must be a positive integer, got {rank!r}")
 
     def init(params: Tree) -> PowerSGDState:
-        leaves, spec = flatten(params)
+        leaves = flatten(params)[0]
         for x, path in zip(leaves, paths(params), strict=True):
             if arrays.is_dtensor(x):
                 raise TypeError(
@@ -121,7 +121,7 @@ def powersgd(rank: int, over: str | None = None, seed: int = 0) -> Transform:
         )
         frames = [arrays.namespace(p).linalg.qr(p)[0] for p in images]
         answers = [m.T @ p for m, p in zip(matrices, frames, strict=True)]
-        factors = tuple(world.mean(answers, weight=weight))
+        factors = tuple(world.mean(answers, weight=weight)) if answers else ()
 
         mean = dict(zip(rest, others, strict=True))
         residuals = []
@@ -159,8 +159,8 @@ def _first_factor(x: Array, rank: int, seed: int, place: int) -> Array:
     The hash is lowbias32 of https://github.com/skeeto/hash-prospector.
     """
     columns = math.prod(x.shape[1:])
-    bits = torch.arange(columns * rank) + 0x9E3779B9 * (seed + 0x85EBCA6B * (place + 1))
-    bits = bits & MASK
+    start = 0x9E3779B9 * (seed + 0x85EBCA6B * (place + 1)) & MASK
+    bits = (torch.arange(columns * rank) + start) & MASK
     bits = ((bits ^ bits >> 16) * 0x7FEB352D) & MASK
     bits = ((bits ^ bits >> 15) * 0x846CA68B) & MASK
     bits = bits ^ bits >> 16

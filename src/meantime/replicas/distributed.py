@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+from collections.abc import Iterable
 from typing import Any
 
 import torch
@@ -25,8 +26,14 @@ class Distributed:
     """The processes of a `torch.distributed` group (gloo, NCCL, ...).
 
     Messages are bucketed: a mean costs a few large collectives, whatever the number of leaves,
-    and the extra memory is two buckets, whatever the size of the model. DTensor leaves take
-    part with their local shards, so the group must be one over which they are replicated.
+    and the extra memory is two buckets (with a codec three), whatever the size of the model.
+    Donated leaves that are one stretch of memory, as those of `meantime.adapters.arena`, are
+    reduced where they are.
+
+    DTensor leaves take part with their local shards, so the group must be one over which they are
+    replicated: replicas of a mesh that is sharded over `"shard"`, say with `fully_shard`, are
+    `Distributed(mesh["replicate"])`. A replica some shard of which is not finite is left out by
+    all its processes.
 
     Args:
         group: a process group, or a one-dimensional `DeviceMesh` (such as
@@ -105,19 +112,19 @@ class Distributed:
         donate: bool = False,
     ) -> Tree:
         leaves, spec = self._open(tree)
-        distinct = {id(x): x for x in leaves}  # tied leaves are averaged once
-        sources = [local(x) for x in distinct.values()]
+        results = leaves
         if donate:
-            results, pairs = distinct, [(x, x) for x in sources]
+            pairs = [(x, x) for x in _once(map(local, leaves))]
         else:
-            results = {key: torch.empty_like(x) for key, x in distinct.items()}
-            pairs = list(zip(sources, map(local, results.values()), strict=True))
+            distinct = {id(x): (x, torch.empty_like(x)) for x in leaves}  # tied leaves stay tied
+            results = [distinct[id(x)][1] for x in leaves]
+            pairs = [(local(x), local(mean)) for x, mean in distinct.values()]
         factor = None if weight is None else float(weight)
         if codec is None:
             self._buckets.mean(pairs, factor, self.group)
         else:
             compressed_mean(pairs, factor, self.group, codec, self._buckets)
-        return spec.unflatten([results[id(x)] for x in leaves])
+        return spec.unflatten(results)
 
     @torch.no_grad()
     def gather(self, tree: Tree) -> Tree:
@@ -181,6 +188,20 @@ class Distributed:
             trees: list[Any] = [None] * self.size
             dist.all_gather_object(trees, lines, group=self.group)
             raise ValueError(difference(trees))
+
+
+def _once(tensors: Iterable[Tensor]) -> list[Tensor]:
+    """The tensors without those that lie where another one does, as tied ones may."""
+    found: dict[int, Tensor] = {}
+    for x in tensors:
+        if x.numel():
+            other = found.setdefault(x.data_ptr(), x)
+            if (other.shape, other.stride()) != (x.shape, x.stride()):
+                raise ValueError(
+                    f"two leaves share memory, of shapes {list(other.shape)} and {list(x.shape)}: "
+                    "a mean in place needs each to have its own (donate=False)"
+                )
+    return list(found.values())
 
 
 def _pack(leaves: list[Tensor]) -> Tensor:

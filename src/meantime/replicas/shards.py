@@ -34,9 +34,9 @@ def check(
     for i, x in enumerate(leaves):
         if plain(x) and x.layout is torch.strided and not x.is_meta:
             continue
-        kind, reason = _unfit(x, group)
-        if kind is not None:
-            raise kind(f"{paths()[i] or 'the leaf'} {reason}")
+        error = _unfit(x, group)
+        if error is not None:
+            raise type(error)(f"{paths()[i] or 'the leaf'} {error}")
 
 
 def place(x: Tensor) -> str:
@@ -46,44 +46,42 @@ def place(x: Tensor) -> str:
     return f"{list(local(x).shape)} of it at {along}" if along else "whole"
 
 
-def _unfit(x: Any, group: dist.ProcessGroup) -> tuple[type[Exception] | None, str]:
+def _unfit(x: Any, group: dist.ProcessGroup) -> Exception | None:
     """Why a leaf cannot be exchanged."""
     if not isinstance(x, Tensor):
-        return TypeError, f"is no torch tensor: {x!r}"
+        return TypeError(f"is no torch tensor: {x!r}")
     if is_lazy(x):
-        return TypeError, "has no values yet: run a batch through the model first"
+        return TypeError("has no values yet: run a batch through the model first")
     if x.is_meta:
-        return TypeError, "is on the meta device: materialise the model first (to_empty)"
+        return TypeError("is on the meta device: materialise the model first (to_empty)")
     if x.layout is not torch.strided:
-        return TypeError, f"has the layout {x.layout}: only strided tensors are exchanged"
+        return TypeError(f"has the layout {x.layout}: only strided tensors are exchanged")
     if arrays.is_dtensor(x):
         ranks = tuple(dist.get_process_group_ranks(group))
         return _misplaced(x.device_mesh, x.placements, ranks)  # type: ignore[attr-defined]
-    return None, ""
+    return None
 
 
 @functools.lru_cache
-def _misplaced(
-    mesh: Any, placements: Any, ranks: tuple[int, ...]
-) -> tuple[type[Exception] | None, str]:
+def _misplaced(mesh: Any, placements: Any, ranks: tuple[int, ...]) -> Exception | None:
     names = mesh.mesh_dim_names or range(mesh.ndim)
-    for dim, placement in enumerate(placements):
+    for name, placement in zip(names, placements, strict=True):
         if placement.is_partial():
-            return TypeError, (
-                f"is {placement} over the mesh dimension {names[dim]!r}, a term of a sum that is "
-                "not taken yet: redistribute it first"
+            return TypeError(
+                f"is Partial over the mesh dimension {name!r}, a term of a sum that is not taken "
+                "yet: redistribute it first"
             )
     for dim in _sharded(placements):
         along = dist.get_process_group_ranks(mesh.get_group(dim))
         if len(set(along) & set(ranks)) > 1:
             others = [name for i, name in enumerate(names) if placements[i].is_replicate()]
             use = " or ".join(f"Distributed(mesh[{name!r}])" for name in others)
-            return ValueError, (
+            return ValueError(
                 f"is sharded over the mesh dimension {names[dim]!r} (processes {along}), and the "
                 f"processes {list(ranks)} would take its shards for replicas: pass the dimension "
                 f"along which the replicas lie, {use or 'such as Distributed(mesh[...])'}"
             )
-    return None, ""
+    return None
 
 
 def _sharded(placements: Any) -> list[int]:

@@ -13,9 +13,11 @@ from torch.func import functional_call, grad
 from torch.nn.functional import cross_entropy
 
 import meantime as mt
+from meantime.adapters import AveragingOptimizer
 from meantime.cli.bench.timing import Timing, interleave, report, use_threads, write_json
 
 REFERENCE = "classic, torch AdamW"
+BARE = "the optimizer"
 BATCHES = [32, 256]
 LEARNING_RATE = 1e-3
 
@@ -26,12 +28,17 @@ def loop(
     threads: Annotated[int, typer.Option(min=1, help="CPUs to use.")] = 1,
     out: Annotated[Path | None, typer.Option("--json", help="Write the timings here.")] = None,
 ) -> None:
-    """Train an MLP (64-64-10) with AdamW: gradients and step."""
+    """Train an MLP (64-64-10) with AdamW, gradients and step; and step a wrapped optimizer."""
     use_threads(threads)
     results: dict[str, dict[str, Timing]] = {}
     for batch in batches:
         title = f"20 steps of an MLP, batch {batch} ({threads} thread)"
         results[title] = interleave(_contenders(batch), REFERENCE, rounds)
+        report(title, results[title])
+    for count in (4, 150):
+        title = f"a step of torch's AdamW on {count} tensors of 256 that does not synchronise"
+        contenders = _wrapped(count)
+        results[title] = interleave(contenders, BARE, rounds, repeat=2000 // count)
         report(title, results[title])
     if out is not None:
         write_json(out, results)
@@ -83,3 +90,15 @@ def _contenders(batch: int) -> dict[str, Callable[[], object]]:
         "meantime, donated": functional(lambda *a: ours(*a)[1], donate=True),
         "torch.func.grad, pure": functional(grad(loss), donate=False),
     }
+
+
+def _wrapped(count: int) -> dict[str, Callable[[], object]]:
+    def optimizer() -> torch.optim.Optimizer:
+        parameters = [torch.nn.Parameter(torch.randn(256)) for _ in range(count)]
+        for parameter in parameters:
+            parameter.grad = torch.randn(256)
+        return torch.optim.AdamW(parameters, lr=LEARNING_RATE)
+
+    averager = mt.periodic(mt.average_params(), every=10**9)
+    wrapped = AveragingOptimizer(optimizer(), averager, replicas=mt.Solo())
+    return {BARE: optimizer().step, "AveragingOptimizer around it": wrapped.step}

@@ -1,113 +1,115 @@
-"""`meantime bench step`: one AdamW step (`update` and `apply_updates`) on trees of leaves."""
+"""`meantime bench step`: one optimizer step (`update` and `apply_updates`) on trees of leaves."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 import torch
 import typer
 
 import meantime as mt
+from meantime.cli.bench.memory import extra_memory
+from meantime.cli.bench.peers import Contenders, optax_steps, torchopt_steps
 from meantime.cli.bench.timing import interleave, report, use_threads, write_json
 from meantime.cli.bench.trees import SHAPES, parse, tree
 
 LEARNING_RATE = 1e-3
-REFERENCE = "torch foreach"
-# Parameters, two moments: read and written; gradients: read. In float32.
-BYTES_PER_ELEMENT = 7 * 4
+REFERENCE = "torch fused"
+STEPPED = ["4x64", "150x64", *SHAPES]
+RULES: dict[str, tuple[Callable[[], mt.Transform], Callable[..., torch.optim.Optimizer]]] = {
+    "adamw": (
+        lambda: mt.adamw(LEARNING_RATE),
+        lambda parameters, **kernel: torch.optim.AdamW(parameters, lr=LEARNING_RATE, **kernel),
+    ),
+    "sgd": (
+        lambda: mt.sgd(LEARNING_RATE, momentum=0.9),
+        lambda parameters, **kernel: torch.optim.SGD(
+            parameters, lr=LEARNING_RATE, momentum=0.9, **kernel
+        ),
+    ),
+}
+# Parameters and slots are read and written, gradients read: float32 values for each parameter.
+STREAMS = {"adamw": 7, "sgd": 5}
 
 
 def step(
     shapes: Annotated[
         list[str], typer.Option("--leaves", help="Trees to step, as COUNTxSIZE.")
-    ] = SHAPES,
-    rounds: Annotated[int, typer.Option(min=1, help="Counted rounds.")] = 15,
+    ] = STEPPED,
+    rule: Annotated[str, typer.Option(help="adamw or sgd (with momentum).")] = "adamw",
+    rounds: Annotated[int, typer.Option(min=2, help="Counted rounds.")] = 15,
     threads: Annotated[int, typer.Option(min=1, help="CPUs to use.")] = 1,
-    peers: Annotated[bool, typer.Option(help="Add optax under jit (extra `jax`).")] = False,
+    peers: Annotated[bool, typer.Option(help="Add optax and TorchOpt (extra `bench`).")] = False,
     out: Annotated[Path | None, typer.Option("--json", help="Write the timings here.")] = None,
 ) -> None:
-    """Step AdamW: ours against torch.optim and, with --peers, optax."""
+    """Step an optimizer: ours against torch.optim and, with --peers, optax and TorchOpt."""
+    if rule not in RULES:
+        raise typer.BadParameter(f"--rule must be adamw or sgd, got {rule!r}")
     use_threads(threads)
     results = {}
     for shape in shapes:
         count, size = parse(shape)
-        contenders = _torch_contenders(count, size)
+        moved = count * size * STREAMS[rule] * 4
+        contenders = {**_contenders(rule, count, size), "limit: add_ of the same bytes": add(moved)}
         if peers:
-            contenders.update(_jax_contenders(count, size))
-        title = f"AdamW, {count} leaves of {size:,} (float32, {threads} thread)"
-        results[title] = interleave(contenders, REFERENCE, rounds)
-        report(title, results[title], count * size * BYTES_PER_ELEMENT)
+            contenders.update(optax_steps(rule, LEARNING_RATE, count, size))
+            contenders.update(torchopt_steps(rule, LEARNING_RATE, count, size))
+        title = f"{rule}, {count} leaves of {size:,} (float32, {threads} thread)"
+        # A round of few small leaves would be shorter than what the clock can tell.
+        repeat = max(1, 100_000 // (count * (size + 1_000)))
+        results[title] = interleave(contenders, REFERENCE, rounds, repeat=repeat)
+        memory = {k: extra_memory(run) / (count * size * 4) for k, run in contenders.items()}
+        report(title, results[title], moved, memory if count * size >= 10**6 else None)
     if out is not None:
         write_json(out, results)
 
 
-def _torch_contenders(count: int, size: int) -> dict[str, Callable[[], object]]:
+def add(moved: int) -> Callable[[], object]:
+    """What any step takes that moves so many bytes: two vectors are read, one is written."""
+    x, y = torch.zeros(moved // 12), torch.ones(moved // 12)
+    return lambda: x.add_(y)
+
+
+def _contenders(rule: str, count: int, size: int) -> Contenders:
+    make, optimizer = RULES[rule]
     grads = tree(count, size, seed=1)
+    tx = make()
 
-    def ours(step: Callable[..., tuple[object, object]]) -> Callable[[], object]:
-        params: object = tree(count, size, seed=0)
-        state = mt.adamw(LEARNING_RATE).init(params)
+    def ours(step: Callable[..., tuple[Any, Any]]) -> Callable[[], object]:
+        params: Any = tree(count, size, seed=0)
+        state = tx.init(params)
 
-        def run() -> None:
+        def run() -> Any:
             nonlocal params, state
             params, state = step(params, state)
+            return params
 
         return run
 
-    tx = mt.adamw(LEARNING_RATE)
-
-    def formulas(params: object, state: object) -> tuple[object, object]:
+    def formulas(params: Any, state: Any) -> tuple[Any, Any]:
         updates, state = tx.update(grads, state, params)
         return mt.apply_updates(params, updates), state
 
-    def torch_adamw(kernel: str) -> Callable[[], object]:
+    def theirs(**kernel: bool) -> Callable[[], object]:
         parameters = [torch.nn.Parameter(x) for x in tree(count, size, seed=0).values()]
         for parameter, grad in zip(parameters, grads.values(), strict=True):
             parameter.grad = grad.clone()
-        optimizer = torch.optim.AdamW(
-            parameters, lr=LEARNING_RATE, foreach=kernel == "foreach", fused=kernel == "fused"
-        )
-        return optimizer.step
+        stepper = optimizer(parameters, **kernel)
+
+        def run() -> Any:
+            stepper.step()
+            return dict(zip(grads, parameters, strict=True))
+
+        return run
 
     return {
-        REFERENCE: torch_adamw("foreach"),
-        "torch fused": torch_adamw("fused"),
+        "torch foreach": theirs(foreach=True),
+        REFERENCE: theirs(fused=True),
         "meantime update, apply_updates": ours(formulas),
         "meantime step": ours(lambda params, state: mt.step(tx, grads, params, state)),
         "meantime step donated": ours(
             lambda params, state: mt.step(tx, grads, params, state, donate=True)
         ),
-    }
-
-
-def _jax_contenders(count: int, size: int) -> dict[str, Callable[[], object]]:
-    try:
-        import jax
-        import jax.numpy as jnp
-        import optax
-    except ImportError:
-        raise typer.BadParameter("--peers needs jax and optax: install meantime[jax]") from None
-
-    grads = {name: jnp.asarray(x.numpy()) for name, x in tree(count, size, seed=1).items()}
-
-    def stepper(tx: object, apply_updates: Callable[..., object]) -> Callable[[], object]:
-        params = {name: jnp.asarray(x.numpy()) for name, x in tree(count, size, seed=0).items()}
-        state = tx.init(params)  # type: ignore[attr-defined]
-
-        @jax.jit
-        def jitted(params, state):  # type: ignore[no-untyped-def]
-            updates, state = tx.update(grads, state, params)  # type: ignore[attr-defined]
-            return apply_updates(params, updates), state
-
-        def run() -> None:
-            nonlocal params, state
-            params, state = jax.block_until_ready(jitted(params, state))
-
-        return run
-
-    return {
-        "optax jit": stepper(optax.adamw(LEARNING_RATE, weight_decay=0.01), optax.apply_updates),
-        "meantime jit": stepper(mt.adamw(LEARNING_RATE), mt.apply_updates),
     }

@@ -35,16 +35,18 @@ def interleave(
     rounds: int,
     warmup: int = 3,
     before: Callable[[], object] = lambda: None,
+    repeat: int = 1,
 ) -> dict[str, Timing]:
-    """Run every contender once a round, after `before`; compare with the reference."""
+    """Run every contender so many times a round, after `before`; compare with the reference."""
     seconds: dict[str, list[float]] = {name: [] for name in contenders}
     for number in range(warmup + rounds):
         for name, run in contenders.items():
             before()
             start = time.perf_counter()
-            run()
+            for _ in range(repeat):
+                run()
             if number >= warmup:
-                seconds[name].append(time.perf_counter() - start)
+                seconds[name].append((time.perf_counter() - start) / repeat)
     base = seconds[reference]
     return {
         name: Timing(
@@ -71,14 +73,22 @@ def use_threads(count: int) -> None:
         os.sched_setaffinity(0, allowed[:count])
 
 
-def report(title: str, timings: Mapping[str, Timing], moved_bytes: int | None = None) -> None:
-    """Print a table: medians, quartiles, ratios, and the traffic of so many bytes."""
+def report(
+    title: str,
+    timings: Mapping[str, Timing],
+    moved_bytes: int | None = None,
+    memory: Mapping[str, float] | None = None,
+) -> None:
+    """Print a table: medians, quartiles, ratios, the traffic of so many bytes, and the extra
+    memory of each contender at its peak, in sizes of the tree."""
     table = Table(title=title)
     table.add_column("", min_width=max(map(len, timings)))
     for column in ("median ms", "quartiles", "ratio", "of minima"):
         table.add_column(column, justify="right")
     if moved_bytes is not None:
         table.add_column("GB/s", justify="right")
+    if memory is not None:
+        table.add_column("extra memory", justify="right")
     for name, timing in timings.items():
         low, high = timing.quartiles
         cells = [
@@ -89,6 +99,8 @@ def report(title: str, timings: Mapping[str, Timing], moved_bytes: int | None = 
         ]
         if moved_bytes is not None:
             cells.append(f"{moved_bytes / timing.median / 1e9:.1f}")
+        if memory is not None:
+            cells.append(f"{memory[name]:.2f}")
         table.add_row(name, *cells)
     console = Console()
     if not console.is_terminal:
