@@ -106,3 +106,12 @@ def test_in_jax():
 def test_errors(call, words):
     with pytest.raises(ValueError, match=words):
         call()
+
+
+def test_labels_follow_the_leaves_in_a_compiled_graph_too():
+    tx = mt.partition({0: mt.scale(-1.0), 1: mt.scale(-2.0)}, mt.fragments(2))
+    params = {"z": torch.ones(4), "a": torch.ones(1), "m": torch.ones(2)}  # keys out of order
+    expected, _ = tx.update(params, tx.init(params), params)
+    step = torch.compile(lambda p, s: tx.update(p, s, p)[0], backend="eager", fullgraph=True)
+    for name, update in step(params, tx.init(params)).items():
+        assert torch.equal(update, expected[name])

@@ -12,6 +12,7 @@ import torch
 from torch.distributed.algorithms.join import Join, Joinable
 from torch.optim import Optimizer
 
+from meantime.adapters.arena import arena as move_to_arena
 from meantime.adapters.averaging import Averaging, write
 from meantime.adapters.companions import average_finite, optimizer_tensors, persistent_buffers
 from meantime.adapters.joining import OutOfData
@@ -120,9 +121,7 @@ class AveragingOptimizer(OptimizerWrapper, Joinable):
         self._equal = True  # whether the parameters are those of all replicas
         self._shown = False  # whether they stand aside for averaged ones
         if arena:
-            from meantime.adapters.arena import arena as gather_in_arena
-
-            gather_in_arena(self._averaging.parameters)
+            move_to_arena(self._averaging.parameters)
         parameters = self._averaging.everyone  # frozen ones too
         equal_start(self.averager, parameters, self._buffers, self._world, start)
         self._averaging.admit()  # what the state holds of the parameters is that of replica 0

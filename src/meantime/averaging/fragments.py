@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Callable, Hashable, Mapping
 from typing import Any
 
+import torch
+
 from meantime import tree
 from meantime.keywords import forwards, pick
 from meantime.made import made
@@ -12,6 +14,7 @@ from meantime.transform import EmptyState, Transform, as_transform
 from meantime.tree import Tree
 
 Labels = Tree | Callable[[Tree], Tree]
+Places = dict[Hashable, list[int]]
 
 
 @made
@@ -41,9 +44,20 @@ def partition(members: Mapping[Any, Any], labels: Labels) -> Transform:
         {'w': tensor([-0.1000]), 'b': tensor([-1.])}
     """
     parts = {label: as_transform(member) for label, member in members.items()}
+    known: tuple[Any, Places] | None = None  # of the last tree
 
-    def places(params: Tree) -> dict[Hashable, list[int]]:
+    def places(params: Tree) -> Places:
         """The positions of the leaves of each label."""
+        nonlocal known
+        if torch.compiler.is_compiling():
+            return look_up(params)
+        leaves, spec = tree.flatten(params)
+        kind = (spec, [getattr(x, "shape", None) for x in leaves], [x.dtype for x in leaves])
+        if known is None or known[0] != kind:
+            known = kind, look_up(params)
+        return known[1]
+
+    def look_up(params: Tree) -> Places:
         given = labels(params) if callable(labels) else labels
         named = tree.leaves(tree.map(lambda _, label: label, params, given))
         found: dict[Hashable, list[int]] = {label: [] for label in parts}
@@ -55,19 +69,23 @@ def partition(members: Mapping[Any, Any], labels: Labels) -> Transform:
         return found
 
     def each(
-        values: Tree, where: dict[Hashable, list[int]], act: Callable[[Hashable, Any], Any]
+        values: Tree, where: Places, act: Callable[[Hashable, Any], Any]
     ) -> tuple[Tree, dict[Hashable, Any]]:
         """What `act(label, subtree)` makes of every part, put together again."""
         leaves, spec = tree.flatten(values)
         states = {}
+        changed = False
         for label, positions in where.items():
             if not positions:
                 states[label] = EmptyState()
                 continue
-            part, states[label] = act(label, _only(leaves, spec, positions))
-            for position, leaf in zip(positions, tree.leaves(part), strict=True):
-                leaves[position] = leaf
-        return spec.unflatten(leaves), states
+            before = _only(leaves, spec, positions)
+            part, states[label] = act(label, before)
+            if part is not before:
+                changed = True
+                for position, leaf in zip(positions, tree.leaves(part), strict=True):
+                    leaves[position] = leaf
+        return (spec.unflatten(leaves) if changed else values), states
 
     def init(params: Tree) -> dict[Hashable, Any]:
         leaves, spec = tree.flatten(params)
@@ -106,8 +124,10 @@ def partition(members: Mapping[Any, Any], labels: Labels) -> Transform:
 
 
 def _only(leaves: list[Any], spec: Any, positions: list[int]) -> Tree:
-    chosen = set(positions)
-    return spec.unflatten([leaf if i in chosen else None for i, leaf in enumerate(leaves)])
+    chosen: list[Any] = [None] * len(leaves)
+    for i in positions:
+        chosen[i] = leaves[i]
+    return spec.unflatten(chosen)
 
 
 @made
@@ -128,7 +148,8 @@ def fragments(count: int) -> Callable[[Tree], Tree]:
         raise ValueError(f"the number of fragments must be a positive integer, got {count!r}")
 
     def labels(params: Tree) -> Tree:
-        sizes = [tree.nbytes(leaf) for leaf in tree.leaves(params)]
+        leaves, spec = tree.flatten(params)
+        sizes = [tree.nbytes(leaf) for leaf in leaves]
         if len(sizes) < count:
             raise ValueError(f"{len(sizes)} leaves cannot be cut into {count} fragments")
         total = sum(sizes) or 1
@@ -140,7 +161,6 @@ def fragments(count: int) -> Callable[[Tree], Tree]:
             last = min(max(middle, last, count - (len(sizes) - i)), last + 1, count - 1)
             cut.append(last)
             before += size
-        in_order = iter(cut)
-        return tree.map(lambda _: next(in_order), params)
+        return spec.unflatten(cut)
 
     return labels
