@@ -148,7 +148,7 @@ def fragments(count: int) -> Callable[[Tree], Tree]:
         raise ValueError(f"the number of fragments must be a positive integer, got {count!r}")
 
     def labels(params: Tree) -> Tree:
-        leaves, spec = tree.flatten(params)
+        leaves = tree.leaves(params)
         sizes = [tree.nbytes(leaf) for leaf in leaves]
         if len(sizes) < count:
             raise ValueError(f"{len(sizes)} leaves cannot be cut into {count} fragments")
@@ -161,6 +161,11 @@ def fragments(count: int) -> Callable[[Tree], Tree]:
             last = min(max(middle, last, count - (len(sizes) - i)), last + 1, count - 1)
             cut.append(last)
             before += size
-        return spec.unflatten(cut)
+
+        # In a graph of Dynamo `map` has an order of its own; and tied leaves stay together.
+        def label(leaf: Any) -> int:
+            return next(cut[i] for i, other in enumerate(leaves) if other is leaf)
+
+        return tree.map(label, params)
 
     return labels
