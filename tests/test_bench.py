@@ -29,6 +29,18 @@ def test_all_contenders_make_the_same_steps(rule):
             torch.testing.assert_close(mine, reference, rtol=1e-5, atol=1e-6, msg=name)
 
 
+def test_diloco_by_hand_is_ours():
+    pytest.importorskip("optax")
+    found = []
+    for run in peers.diloco_rounds(3, replicas=2, batch=4).values():
+        for _ in range(3):
+            params = run()
+        found.append([torch.tensor(x.tolist()) for x in params.values()])
+    for other in found[1:]:
+        for mine, reference in zip(other, found[0], strict=True):
+            torch.testing.assert_close(mine, reference, rtol=1e-4, atol=1e-5)
+
+
 def test_a_run_with_json(tmp_path):
     file = tmp_path / "step.json"
     arguments = ["step", "--leaves", "2x10", "--rounds", "2", "--rule", "sgd", "--json", str(file)]

@@ -7,7 +7,9 @@ from __future__ import annotations
 
 import math
 import shutil
+import sys
 from functools import partial
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -20,6 +22,7 @@ import meantime as mt
 from meantime import codecs
 from meantime.testing import check_averager, check_transform
 from tests.processes import worlds_of_2_3_4
+from tests.test_memory import memory
 
 K = 4
 
@@ -461,6 +464,24 @@ def bytes_body():
 
 def test_bytes_on_the_wire(gloo):
     gloo.run(bytes_body)
+
+
+def extra_memory_of_mean(codec) -> float:
+    """The peak of a mean over what was held before, in bytes."""
+    world = mt.Distributed()
+    params = [torch.ones(1024, 1024) for _ in range(40)]  # 160 MiB
+    world.mean(params[:1], codec=codec)
+    Path("/proc/self/clear_refs").write_text("5")  # forget the peak
+    before = memory()["VmRSS"]
+    world.mean(params, codec=codec, donate=True)
+    return memory()["VmHWM"] - before
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="reads Linux's page counts")
+@pytest.mark.parametrize("name", ["bf16", "int8"])
+def test_memory_does_not_grow_with_the_model(gloo, name):
+    # Three stretches of a bucket each, and what glibc keeps.
+    assert max(gloo.run(extra_memory_of_mean, CODECS[name][0])) < 100 * 2**20
 
 
 def dtensor_body():

@@ -19,6 +19,8 @@ from meantime.replicas.base import Levels, resolve
 from meantime.transform import Transform
 from meantime.tree import Tree, all_finite, flatten, paths, zeros_like
 
+MASK = 2**32 - 1
+
 
 class PowerSGDState(NamedTuple):
     """How many messages of this replica were not finite (0-d int32); and for each leaf that is
@@ -28,9 +30,6 @@ class PowerSGDState(NamedTuple):
     rejected: Array
     factors: tuple[Array, ...]
     residuals: tuple[Array, ...]
-
-
-MASK = 2**32 - 1
 
 
 @made

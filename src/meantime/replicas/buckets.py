@@ -7,7 +7,6 @@ Two buckets of each kind (device and accumulation dtype) are all the extra memor
 from __future__ import annotations
 
 import itertools
-import math
 from collections.abc import Iterator
 
 import torch
@@ -86,7 +85,7 @@ class Buckets:
         device: torch.device,
         group: dist.ProcessGroup,
     ) -> Iterator[Iterator[None]]:
-        total = math.nan
+        total: float | None = None
         if weight is None:
             total = float(dist.get_world_size(group))
         else:
@@ -100,7 +99,7 @@ class Buckets:
             work = dist.all_reduce(values, group=group, async_op=True)
             yield
             work.wait()
-            if math.isnan(total):
+            if total is None:
                 total = float(values[0])
             self._unpack(values, pieces, total)
 

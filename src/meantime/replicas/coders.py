@@ -16,7 +16,8 @@ from meantime.replicas.memory import Stack
 from meantime.replicas.messages import weighted_mean
 from meantime.replicas.pieces import Piece, cut, finish, split
 
-CACHED = 2**17  # values
+CACHED = 2**17
+"""Values at a time, on a CPU; an accelerator takes all it can get."""
 
 
 class Coder(Protocol):
@@ -38,8 +39,9 @@ class Coder(Protocol):
 class Casts:
     """Of a codec that casts: values are cast straight into and from a message."""
 
-    def __init__(self, codec: Codec):
+    def __init__(self, codec: Codec, device: torch.device):
         self._dtype: torch.dtype = getattr(torch, codec.dtype or "")
+        self._step = _step(codec, device)
 
     def pack(self, stretch: list[Piece], length: int, stack: Stack) -> Message:
         message = stack.empty(length, self._dtype)
@@ -50,14 +52,19 @@ class Casts:
 
     def mean(self, rows: list[Message], weights: list[float], length: int, stack: Stack) -> Message:
         message = stack.empty(length, self._dtype)
-        total, term = message.new_empty((2, min(CACHED, length)), dtype=torch.float32)
-        columns = zip(*(row.split(CACHED) for (row,) in rows), strict=True)
-        for part, column in zip(message.split(CACHED), columns, strict=True):
-            sums, terms = total[: len(part)].zero_(), term[: len(part)]
+        total, term = message.new_empty((2, min(self._step, length)), dtype=torch.float32)
+        columns = zip(*(row.split(self._step) for (row,) in rows), strict=True)
+        for part, column in zip(message.split(self._step), columns, strict=True):
+            sums, terms = total[: len(part)], term[: len(part)]
+            into = sums
             for x, weight in zip(column, weights, strict=True):
                 if weight > 0:
-                    terms.copy_(x)
-                    sums.add_(terms if weight == 1 else terms.mul_(weight))
+                    into.copy_(x)
+                    if weight != 1:
+                        into.mul_(weight)
+                    if into is terms:
+                        sums.add_(terms)
+                    into = terms
             part.copy_(sums.div_(sum(weights)))
         return (self._saturated(message),)
 
@@ -73,9 +80,9 @@ class Casts:
 class Blocks:
     """Of any codec."""
 
-    def __init__(self, codec: Codec):
+    def __init__(self, codec: Codec, device: torch.device):
         self._codec = codec
-        self._step = max(1, CACHED // codec.block) * codec.block
+        self._step = _step(codec, device)
         self._lengths: list[int] = []  # of the arrays for so many values
 
     def pack(self, stretch: list[Piece], length: int, stack: Stack) -> Message:
@@ -130,6 +137,12 @@ class Blocks:
         for pieces, x in zip(cut(stretch, lengths), vectors, strict=True):
             torch._foreach_copy_([piece.target for piece in pieces], split(x, pieces))
         finish(stretch)
+
+
+def _step(codec: Codec, device: torch.device) -> int:
+    """How many values are encoded or decoded at a time: of whole blocks."""
+    values = CACHED if device.type == "cpu" else 2**30
+    return max(1, values // codec.block) * codec.block
 
 
 def _joined(parts: Sequence[Tensor]) -> Tensor:

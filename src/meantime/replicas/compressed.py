@@ -12,8 +12,8 @@ from collections.abc import Iterator
 
 import torch
 import torch.distributed as dist
-from torch import Tensor
 
+from meantime.arrays import is_inexact
 from meantime.codecs import Codec
 from meantime.replicas.buckets import Buckets, Leaf
 from meantime.replicas.coders import Blocks, Casts, Coder
@@ -34,10 +34,10 @@ def compressed_mean(
 
     What is neither floating nor complex is not compressed.
     """
-    exact = [leaf for leaf in leaves if not _is_inexact(leaf[0])]
+    exact = [leaf for leaf in leaves if not is_inexact(leaf[0])]
     devices: dict[torch.device, list[Leaf]] = {}
     for leaf in leaves:
-        if _is_inexact(leaf[0]):
+        if is_inexact(leaf[0]):
             devices.setdefault(leaf[0].device, []).append(leaf)
     weights = [1.0] * dist.get_world_size(group)
     messages = [buckets.messages(exact, None, group)]
@@ -67,9 +67,9 @@ def _stretches(
     for stretch in cut((whole(*leaf) for leaf in leaves), itertools.repeat(capacity)):
         stacks = Stack(next(scratch)), Stack(next(scratch))
         if codec.sparse:
-            yield _sparse_mean(stretch, weights, Blocks(codec), stacks, group)
+            yield _sparse_mean(stretch, weights, Blocks(codec, device), stacks, group)
         else:
-            coder = Blocks(codec) if codec.dtype is None else Casts(codec)
+            coder = (Blocks if codec.dtype is None else Casts)(codec, device)
             yield _mean(stretch, weights, coder, codec.block, stacks, group)
 
 
@@ -138,7 +138,3 @@ def _write_nothing(stretch: list[Piece]) -> None:
         if not piece.donated:
             piece.target.fill_(math.nan)
     finish(stretch)
-
-
-def _is_inexact(x: Tensor) -> bool:
-    return x.is_floating_point() or x.is_complex()

@@ -14,10 +14,12 @@ from torch.nn.functional import cross_entropy
 
 import meantime as mt
 from meantime.adapters import AveragingOptimizer
+from meantime.cli.bench.peers import diloco_rounds
 from meantime.cli.bench.timing import Timing, interleave, report, use_threads, write_json
 
 REFERENCE = "classic, torch AdamW"
 BARE = "the optimizer"
+BY_HAND = "DiLoCo by hand, optax"
 BATCHES = [32, 256]
 LEARNING_RATE = 1e-3
 
@@ -26,6 +28,7 @@ def loop(
     batches: Annotated[list[int], typer.Option("--batch", help="Examples a step.")] = BATCHES,
     rounds: Annotated[int, typer.Option(min=2, help="Counted rounds of 20 steps.")] = 30,
     threads: Annotated[int, typer.Option(min=1, help="CPUs to use.")] = 1,
+    peers: Annotated[bool, typer.Option(help="Add DiLoCo by hand with optax (`bench`).")] = False,
     out: Annotated[Path | None, typer.Option("--json", help="Write the timings here.")] = None,
 ) -> None:
     """Train an MLP (64-64-10) with AdamW, gradients and step; and step a wrapped optimizer."""
@@ -39,6 +42,10 @@ def loop(
         title = f"a step of torch's AdamW on {count} tensors of 256 that does not synchronise"
         contenders = _wrapped(count)
         results[title] = interleave(contenders, BARE, rounds, repeat=2000 // count)
+        report(title, results[title])
+    if peers:
+        title = "a round of 50 steps of DiLoCo in JAX, 4 replicas under vmap"
+        results[title] = interleave(diloco_rounds(50), BY_HAND, rounds)
         report(title, results[title])
     if out is not None:
         write_json(out, results)

@@ -6,6 +6,7 @@ import importlib
 from collections.abc import Callable
 from typing import Any
 
+import numpy as np
 import torch
 import typer
 
@@ -105,4 +106,77 @@ def torchopt_steps(rule: str, learning_rate: float, count: int, size: int) -> Co
         "TorchOpt functional": functional(inplace=False),
         "TorchOpt functional in place": functional(inplace=True),
         "TorchOpt class": classic,
+    }
+
+
+def diloco_rounds(period: int, replicas: int = 4, batch: int = 32) -> Contenders:
+    """A round of DiLoCo in JAX for replicas under `vmap`: by hand with optax, and ours."""
+    jax, optax = load("jax"), load("optax")
+    jnp = jax.numpy
+    rng = np.random.default_rng(0)
+    x = jnp.asarray(rng.normal(size=(replicas, batch, 64)), jnp.float32)
+    y = jnp.asarray(rng.integers(10, size=(replicas, batch)))
+    start = {
+        "first": jnp.asarray(rng.normal(size=(64, 64)) / 8, jnp.float32),
+        "second": jnp.asarray(rng.normal(size=(64, 10)) / 8, jnp.float32),
+    }
+    inner, outer = optax.adamw(1e-3), optax.sgd(0.7, momentum=0.9, nesterov=True)
+
+    def loss(params: Any, x: Any, y: Any) -> Any:
+        logits = jax.nn.relu(x @ params["first"]) @ params["second"]
+        return optax.softmax_cross_entropy_with_integer_labels(logits, y).mean()
+
+    def by_hand(anchor: Any, state: Any, x: Any, y: Any) -> Any:
+        inner_state, outer_state = state
+
+        def local_step(carry: Any, _: Any) -> Any:
+            params, inner_state = carry
+            updates, inner_state = inner.update(jax.grad(loss)(params, x, y), inner_state, params)
+            return (optax.apply_updates(params, updates), inner_state), None
+
+        (params, inner_state), _ = jax.lax.scan(local_step, (anchor, inner_state), length=period)
+        delta = jax.tree.map(lambda a, p: a - jax.lax.pmean(p, "replica"), anchor, params)
+        updates, outer_state = outer.update(delta, outer_state, anchor)
+        return optax.apply_updates(anchor, updates), (inner_state, outer_state)
+
+    tx, world = mt.diloco(inner, every=period), mt.NamedAxis("replica")
+
+    def ours(params: Any, state: Any, x: Any, y: Any) -> Any:
+        def local_step(carry: Any, _: Any) -> Any:
+            params, state = carry
+            return mt.step(tx, jax.grad(loss)(params, x, y), params, state, replicas=world), None
+
+        return jax.lax.scan(local_step, (params, state), length=period)[0]
+
+    local, averager = mt.chain(inner), mt.outer(mt.chain(mt.mean(), outer))
+
+    def by_rounds(params: Any, state: Any, x: Any, y: Any) -> Any:
+        def local_step(carry: Any, _: Any) -> Any:
+            params, state = carry
+            return mt.step(local, jax.grad(loss)(params, x, y), params, state), None
+
+        inner_state, outer_state = state
+        carry = params, inner_state
+        (params, inner_state), _ = jax.lax.scan(local_step, carry, length=period)
+        params, outer_state = averager.average(params, outer_state, replicas=world)
+        return params, (inner_state, outer_state)
+
+    def repeated(function: Any, init: Any) -> Callable[[], Any]:
+        one_round = jax.jit(jax.vmap(function, axis_name="replica"))
+        params = jax.tree.map(lambda p: jnp.broadcast_to(p, (replicas, *p.shape)), start)
+        state = jax.vmap(init)(params)
+
+        def run() -> Any:
+            nonlocal params, state
+            params, state = jax.block_until_ready(one_round(params, state, x, y))
+            return params
+
+        return run
+
+    return {
+        "DiLoCo by hand, optax": repeated(by_hand, lambda p: (inner.init(p), outer.init(p))),
+        "meantime outer, a scan a round": repeated(
+            by_rounds, lambda p: (local.init(p), averager.init(p))
+        ),
+        "meantime diloco, a condition a step": repeated(ours, tx.init),
     }
