@@ -191,10 +191,9 @@ def test_matrices_of_low_rank(rank: int, rows: int, columns: int, size: int, see
         return results
 
     results = vmapped(rounds, low, *rest)
-    arrived = results[0][0]
-    close(
-        "mean", arrived[0], low.mean(0), "a mean of low rank did not arrive", scale=low.abs().max()
-    )
+    # Up to roundings, and the first factor may be nearly singular.
+    wrong = (results[0][0] - low.mean(0)).abs().max()
+    assert wrong <= 1e-6 * low.abs().max()
     total = torch.zeros(rows, columns, dtype=torch.float64)
     for arrived, u, before, after in results:
         assert (arrived == arrived[:1]).all()

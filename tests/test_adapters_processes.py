@@ -5,6 +5,7 @@ import copy
 import io
 import logging
 import math
+import pickle
 import tempfile
 
 import pytest
@@ -206,6 +207,25 @@ def kinds_body():
 
 def test_kinds_of_parameters_and_optimizers(gloo):
     gloo.run(kinds_body)
+
+
+def copies_body():
+    world = mt.Distributed()
+    levels = {"node": world.groups(2), "world": world}
+    model = network()
+    averager = mt.hierarchical_sgd(mt.identity(), every={"node": 1, "world": 2})
+    optimizer = wrapped(model, averager, replicas=levels)
+    train(model, optimizer, 1)
+    others = [copy.deepcopy((model, optimizer)), pickle.loads(pickle.dumps((model, optimizer)))]
+    train(model, optimizer, 2, start=1)
+    for other, its_optimizer in others:
+        train(other, its_optimizer, 2, start=1)
+        assert equal(copies(model), copies(other))
+        assert its_optimizer.replicas["node"].size == 2
+
+
+def test_copies_and_pickles_with_groups(gloo):
+    gloo.run(copies_body)
 
 
 # --- warm-up ---------------------------------------------------------------------------------

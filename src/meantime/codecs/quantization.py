@@ -109,7 +109,7 @@ def _blockwise(
 
 def _rounded(x: Array, levels: int) -> Array:
     if isinstance(x, torch.Tensor):
-        return x.round_().clamp_(-levels, levels)
+        return x.round_().clamp(-levels, levels)
     xp = arrays.namespace(x)
     return xp.clip(xp.round(x), -levels, levels)
 

@@ -41,6 +41,9 @@ class Distributed:
             so a `Distributed()` may be made before `init_process_group`.
         bucket_bytes: the size of a message.
 
+    A copy has the same group. What is unpickled makes its group again, together with the other
+    processes of it.
+
     The first collective compares a fingerprint of its tree on all processes: replicas with
     different parameters raise `ValueError` on every rank, where the first difference is named,
     instead of hanging. Results carry no gradient.
@@ -87,20 +90,21 @@ class Distributed:
         return dist.get_rank(self.group)
 
     def groups(self, size: int) -> Distributed:
-        """This process's group of `size` consecutive ranks.
-
-        Collective over all processes of the job, as `torch.distributed.new_group` is.
-        """
+        """This process's group of `size` consecutive ranks. Collective over that group."""
         check_groups(self.size, size)
-        ranks = dist.get_process_group_ranks(self.group)
-        if len(ranks) != dist.get_world_size():
-            raise ValueError(
-                "groups are made of all processes of the job at once: call groups() on a "
-                "Distributed() of the default group, or pass a process group"
-            )
-        starts = range(0, len(ranks), size)
-        groups = [dist.new_group(ranks[start : start + size]) for start in starts]
-        return Distributed(groups[self.rank // size], bucket_bytes=self._buckets.size)
+        if size == self.size:
+            return self
+        start = self.rank // size * size
+        ranks = dist.get_process_group_ranks(self.group)[start : start + size]
+        return _of_ranks(ranks, self._buckets.size)
+
+    def __deepcopy__(self, memo: Any) -> Distributed:
+        return Distributed(self._group, bucket_bytes=self._buckets.size)
+
+    def __reduce__(self) -> Any:
+        # A group is known by its ranks: another process, or a later one, makes it again.
+        ranks = None if self._group is None else dist.get_process_group_ranks(self.group)
+        return _of_ranks, (ranks, self._buckets.size)
 
     @torch.no_grad()
     def mean(
@@ -188,6 +192,12 @@ class Distributed:
             trees: list[Any] = [None] * self.size
             dist.all_gather_object(trees, lines, group=self.group)
             raise ValueError(difference(trees))
+
+
+def _of_ranks(ranks: list[int] | None, bucket_bytes: int) -> Distributed:
+    """A world of these ranks, or of all. Collective over them."""
+    group = None if ranks is None else dist.new_group(ranks, use_local_synchronization=True)
+    return Distributed(group, bucket_bytes=bucket_bytes)
 
 
 def _once(tensors: Iterable[Tensor]) -> list[Tensor]:

@@ -11,7 +11,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from meantime.adapters.dropin.parameters import Parameters, averaged, flat, integer, trained
-from meantime.adapters.dropin.processes import consecutive, members
+from meantime.adapters.dropin.processes import members
 from meantime.averaging import PeriodicState, average_params, periodic
 from meantime.replicas import Solo
 from meantime.replicas.base import Levels
@@ -172,7 +172,7 @@ class HierarchicalModelAverager(ModelAverager):
                     "the last group is that of all processes: its size must be "
                     f"{world.size}, got {largest}"
                 )
-            levels = {str(period): consecutive(world, size) for period, size in sizes.items()}
+            levels = {str(period): world.groups(size) for period, size in sizes.items()}
             for period in sizes:
                 self.period_process_group_dict[period] = levels[str(period)].group
         super().__init__(_over_largest(list(sizes)), 1, warmup_steps, levels)

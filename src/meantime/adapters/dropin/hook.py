@@ -11,8 +11,8 @@ from torch.futures import Future
 from meantime.adapters.ddp_hook import mean_of
 from meantime.adapters.dropin.averagers import ModelAverager
 from meantime.adapters.dropin.parameters import integer
-from meantime.adapters.dropin.processes import Processes, members, same_node
-from meantime.replicas import Solo
+from meantime.adapters.dropin.processes import members, same_node
+from meantime.replicas import Distributed, Solo
 
 
 class PostLocalSGDState:
@@ -63,7 +63,7 @@ class PostLocalSGDState:
         """Restore what `state_dict` returned."""
         self.iter = integer("iter", state_dict["iter"], 0)
 
-    def _participants(self, last_bucket: bool) -> Processes | Solo | None:
+    def _participants(self, last_bucket: bool) -> Distributed | Solo | None:
         """Over whom a bucket of gradients is averaged."""
         if self.averager is not None:
             self.iter = min(self.averager.step, self.start_localSGD_iter)
