@@ -37,12 +37,11 @@ def with_kernel(tx: Transform, kernel: Kernel) -> Transform:
             the parameters, or neither.
         kernel: what steps the columns; the slots come in the order of the members' fields.
     """
-    known: _Known | None = None
+    known: list[_Known] = []  # the last few, for a transform that steps several models
 
     def apply(
         updates: Tree, state: Any, params: Tree, *, donate: bool = False, **extra: Any
     ) -> tuple[Tree, Any] | None:
-        nonlocal known
         if torch.compiler.is_compiling() or transforming():
             return None
         slots: list[Tree] = []
@@ -51,17 +50,21 @@ def with_kernel(tx: Transform, kernel: Kernel) -> Transform:
             for name in member._fields:
                 (counts if name == "count" else slots).append(getattr(member, name))
         trees = [params, updates, *slots]
-        if known is None or (columns := known.columns(trees)) is None:
-            known = _learn(trees)
-            if known is None or (columns := known.columns(trees)) is None:
+        for kind in known:
+            if (columns := kind.columns(trees)) is not None:
+                break
+        else:
+            new = _learn(trees)
+            if new is None or (columns := new.columns(trees)) is None:
                 return None
+            known[:] = [kind := new, *known[:3]]
         if not donate:
             read_only = 1  # the gradients
             columns = [
                 column if i == read_only else list(torch._foreach_clone(column))
                 for i, column in enumerate(columns)
             ]
-            params, _, *slots = map(known.spec.unflatten, columns)
+            params, _, *slots = map(kind.spec.unflatten, columns)
         with torch.no_grad():
             kernel(columns, int(counts[0]) if counts else 0)
         following = iter(slots)
