@@ -210,6 +210,16 @@ def test_storage_strides_and_ties_survive():
     assert [(p.data_ptr(), p.stride(), p.is_shared()) for p in parameters] == places
 
 
+def test_parameters_in_an_arena_train_the_same():
+    plain, moved = network(), network()
+    optimizers = wrapped(plain), wrapped(moved, arena=True)
+    assert len({p.untyped_storage().data_ptr() for p in moved.parameters()}) == 1
+    for model, optimizer in zip((plain, moved), optimizers, strict=True):
+        train(model, optimizer, 5)
+    assert_equal(values(plain), values(moved))
+    assert len({p.untyped_storage().data_ptr() for p in moved.parameters()}) == 1
+
+
 def test_deepcopy_goes_its_own_way():
     model = network()
     optimizer = wrapped(model, mt.diloco(mt.identity(), every=2))
