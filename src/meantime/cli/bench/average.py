@@ -11,6 +11,7 @@ import torch.distributed as dist
 import typer
 
 import meantime as mt
+from meantime.adapters import arena
 from meantime.cli.bench.timing import Timing, interleave, report, write_json
 from meantime.cli.bench.trees import SHAPES, parse, tree
 from meantime.cli.launching import launch
@@ -41,9 +42,13 @@ def average(
 
 
 def _measure(count: int, length: int, rounds: int, peers: bool) -> dict[str, Timing]:
-    world = mt.Distributed()
+    world, listed = mt.Distributed(), mt.Distributed()
     params = tree(count, length, seed=dist.get_rank())
     donated = tree(count, length, seed=dist.get_rank())
+    moved = [torch.nn.Parameter(x) for x in tree(count, length, seed=dist.get_rank()).values()]
+    arena(moved)
+    differences = tree(count, length, seed=dist.get_rank())
+    halved = mt.mean(codec=mt.codecs.bf16())
     averager = mt.average_params()
     state = averager.init(params)
     whole = torch.cat(list(params.values()))
@@ -56,6 +61,12 @@ def _measure(count: int, length: int, rounds: int, peers: bool) -> dict[str, Tim
         REFERENCE: reference,
         "meantime, pure": lambda: averager.average(params, state, replicas=world),
         "meantime, donated": lambda: averager.average(donated, state, replicas=world, donate=True),
+        "meantime, donated, in an arena": lambda: averager.average(
+            moved, state, replicas=listed, donate=True
+        ),
+        "meantime, donated, bfloat16 messages": lambda: halved.update(
+            differences, halved.init(differences), replicas=world, donate=True
+        ),
     }
     if peers:
         contenders.update(_peers(count, length))
