@@ -1,6 +1,7 @@
 """`meantime bench`: its contenders do the same, and it says what is missing."""
 
 import json
+import subprocess
 import sys
 from importlib.util import find_spec
 
@@ -50,6 +51,21 @@ def test_a_run_with_json(tmp_path):
     assert timings["torch fused"]["ratio"] == 1
     assert timings["meantime step donated"]["median"] > 0
     assert "meantime step donated" in result.output
+
+
+def test_the_processes_of_a_job(tmp_path):
+    file = tmp_path / "average.json"
+    launcher = ["torch.distributed.run", "--standalone", "--local-addr", "127.0.0.1"]
+    command = ["meantime.cli", "bench", "average", "--leaves", "3x10", "--rounds", "2"]
+    subprocess.run(
+        [sys.executable, "-m", *launcher, "--nproc-per-node", "2", "-m", *command, "--json", file],
+        check=True,
+        timeout=60,
+        stdout=subprocess.DEVNULL,
+    )
+    ((title, timings),) = json.loads(file.read_text()).items()
+    assert "2 processes" in title
+    assert timings["one all_reduce and div_"]["ratio"] == 1
 
 
 def test_what_is_missing_is_named(monkeypatch):

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Annotated
@@ -29,16 +31,32 @@ def average(
     peers: Annotated[bool, typer.Option(help="Add torch's averager and accelerate's way.")] = False,
     out: Annotated[Path | None, typer.Option("--json", help="Write the timings here.")] = None,
 ) -> None:
-    """Average parameters over processes on this machine (gloo), against one bare all_reduce."""
+    """Average parameters over processes (gloo), against one bare all_reduce.
+
+    The processes are new ones on this machine; under torchrun, those of the job.
+    """
     results: dict[str, dict[str, Timing]] = {}
+    of_job = dist.is_torchelastic_launched()
+    if of_job:
+        dist.init_process_group("gloo")
+        ranks = [dist.get_world_size()]
+    speaks = not of_job or dist.get_rank() == 0
     for size in ranks:
         for shape in shapes:
             count, length = parse(shape)
             title = f"mean over {size} processes, {count} leaves of {length:,} (float32)"
-            results[title] = launch(_measure, size, count, length, rounds, peers)[0]
-            report(title, results[title], count * length * 4)
-    if out is not None:
+            arguments = count, length, rounds, peers
+            measured = [_measure(*arguments)] if of_job else launch(_measure, size, *arguments)
+            results[title] = measured[0]
+            if speaks:
+                report(title, results[title], count * length * 4)
+    if out is not None and speaks:
         write_json(out, results)
+    if of_job:
+        dist.barrier()
+        dist.destroy_process_group()
+        sys.stdout.flush()
+        os._exit(0)  # with gloo, torch 2.13 now and then aborts while the interpreter shuts down
 
 
 def _measure(count: int, length: int, rounds: int, peers: bool) -> dict[str, Timing]:
