@@ -119,6 +119,20 @@ def optimizer_state_body():
         train(model, optimizer, 1, start=2)  # goes on
     assert found == {"keep": False, "average": True, "reset": False}
 
+    # A rank that never had a gradient has no moments: named on all ranks, instead of a hang.
+    used, unused = torch.nn.Parameter(torch.ones(2)), torch.nn.Parameter(torch.ones(2))
+    optimizer = AveragingOptimizer(
+        torch.optim.AdamW([used, unused]),
+        mt.average_params(),
+        replicas=mt.Distributed(),
+        optimizer_state="average",
+    )
+    used.grad = torch.ones(2)
+    if dist.get_rank() != 2:
+        unused.grad = torch.ones(2)
+    message = raised(ValueError, optimizer.step)
+    assert "exp_avg of parameter 1, rank 2 has nothing" in message
+
 
 def test_the_state_of_the_optimizer_inside(gloo):
     gloo.run(optimizer_state_body)

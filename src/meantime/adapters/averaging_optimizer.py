@@ -56,7 +56,7 @@ class AveragingOptimizer(OptimizerWrapper, Joinable):
             the maximum), `"broadcast"` from replica 0, or `"ignore"`.
         optimizer_state: what happens to the state of the optimizer inside at a
             synchronisation: `"keep"` it, `"average"` what is shaped like a parameter (moments, no
-            counters), or `"reset"` it.
+            counters; all replicas must have them), or `"reset"` it.
         start: averaging presumes equal starts: `"broadcast"` parameters and buffers from
             replica 0, or only `"check"` that they are equal.
         arena: move the parameters into one buffer first, so that means need no packing; see
@@ -230,7 +230,8 @@ class AveragingOptimizer(OptimizerWrapper, Joinable):
             average_finite(self._buffers, world, weight)
         parameters = self._averaging.parameters
         if optimizer_state == "average":
-            average_finite(optimizer_tensors(self.optimizer, parameters), world, weight)
+            moments = optimizer_tensors(self.optimizer, parameters, world)
+            average_finite(moments, world, weight)
         elif optimizer_state == "reset":
             for parameter in parameters:
                 self.state.pop(parameter, None)

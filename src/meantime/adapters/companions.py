@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from meantime.arrays import is_inexact
+from meantime.replicas.agreement import compare_lines
 from meantime.replicas.base import Replicas
 
 
@@ -19,17 +20,23 @@ def persistent_buffers(model: torch.nn.Module) -> list[Tensor]:
     return list(found.values())
 
 
-def optimizer_tensors(optimizer: torch.optim.Optimizer, parameters: Iterable[Any]) -> list[Tensor]:
-    """The state tensors that are shaped like their parameters: moments, but no counters."""
-    found = []
-    for parameter in parameters:
-        if parameter is not None:
-            entries = optimizer.state.get(parameter, {})
-            for name in sorted(entries):
-                value = entries[name]
-                if isinstance(value, Tensor) and value.shape == parameter.shape:
-                    found.append(value)
-    return found
+def optimizer_tensors(
+    optimizer: torch.optim.Optimizer, parameters: Iterable[Tensor], world: Replicas
+) -> list[Tensor]:
+    """The state tensors that are shaped like their parameters: moments, but no counters.
+
+    Raises:
+        ValueError: on all replicas, if one has others (for lack of gradients, say).
+    """
+    found = {}
+    for i, parameter in enumerate(parameters):
+        entries = optimizer.state.get(parameter, {})
+        for name in sorted(entries):
+            value = entries[name]
+            if isinstance(value, Tensor) and value.shape == parameter.shape:
+                found[f"the optimizer's {name} of parameter {i}"] = value
+    compare_lines(list(found), world)
+    return list(found.values())
 
 
 @torch.no_grad()
