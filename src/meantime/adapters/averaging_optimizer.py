@@ -43,8 +43,8 @@ class AveragingOptimizer(OptimizerWrapper, Joinable):
     skips the optimizer inside but not the averager: the schedule stays the same on all replicas.
 
     An averager may act on gradients too: that of `post_local_sgd(identity(), every=8,
-    warmup=100)` averages them during the warm-up, so that a plain module trains as
-    `DistributedDataParallel` would there. (With that one, use `post_local_hook` instead.)
+    warmup=100)` averages them during the warm-up, so that a plain module trains there as one in
+    `DistributedDataParallel`. (For a model in that, there is `post_local_hook`.)
 
     Args:
         optimizer: the optimizer of the local steps.
