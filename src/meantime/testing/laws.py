@@ -83,8 +83,17 @@ def any_layout(tx: Transform, case: Case) -> None:
             tx, packed_grads, packed_params, packed_state, case.extra
         )
         claim = "non-contiguous tensors give other numbers than contiguous ones"
-        close("params", params, packed_params, claim)
-        close("state", state, packed_state, claim)
+        for name, found, wanted in (
+            ("params", params, packed_params),
+            ("state", state, packed_state),
+        ):
+            close(name, found, wanted, claim, scale=_with_drawn(wanted, packed))
+
+
+def _with_drawn(values: Tree, case: Case) -> Tree:
+    """The sizes of values that may be what is left of much larger ones: those that were drawn."""
+    drawn = [x.detach().abs().double().flatten() for x in tree.leaves((case.params, case.grads))]
+    return tree.map(lambda x: torch.cat([x.detach().abs().double().flatten(), *drawn]), values)
 
 
 def _packed(x: torch.Tensor) -> torch.Tensor:
