@@ -23,7 +23,7 @@ def network() -> torch.nn.Sequential:
     return torch.nn.Sequential(torch.nn.Linear(5, 3), torch.nn.Tanh(), torch.nn.Linear(3, 1))
 
 
-def sharded(mesh, averager):
+def sharded(mesh, averager, **options):
     model = network()
     for layer in (model[0], model[2], model):
         fully_shard(layer, mesh=mesh["shard"])
@@ -31,6 +31,7 @@ def sharded(mesh, averager):
         torch.optim.AdamW(model.parameters(), lr=0.05),
         averager,
         replicas=mt.Distributed(mesh["replica"]),
+        **options,
     )
     return model, optimizer
 
@@ -62,6 +63,36 @@ def by_hand(steps, every):
                     mean = (a + b) / 2
                     a.copy_(mean), b.copy_(mean)
     return models
+
+
+def moments_body():
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("replica", "shard"))
+    model, optimizer = sharded(
+        mesh, mt.periodic(mt.average_params(), every=2), optimizer_state="average"
+    )
+    world = mt.Distributed(mesh["replica"])
+
+    def moments():
+        return [entries["exp_avg"].full_tensor() for entries in optimizer.state.values()]
+
+    train(model, optimizer, range(1))
+    optimizer.optimizer.register_step_post_hook(lambda *_: local.append(moments()))
+    local = []
+    train(model, optimizer, range(1, 2))
+    for mean, found in zip(world.mean(local[0]), moments(), strict=True):
+        assert torch.allclose(mean, found, atol=1e-8)
+
+    # Those of a replica with a NaN in one shard do not count, on either of its ranks.
+    first = next(iter(optimizer.state.values()))["exp_avg"]
+    if dist.get_rank() == 3:
+        first.to_local().fill_(torch.nan)
+    healthy = world.broadcast(first.full_tensor())
+    optimizer.average_now()
+    assert torch.equal(first.full_tensor(), healthy)
+
+
+def test_moments_of_sharded_replicas(gloo):
+    gloo.run(moments_body)
 
 
 def training_body(folder):

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
 from typing import Any
 
 import torch
@@ -11,6 +10,7 @@ from torch import Tensor
 from meantime.arrays import is_inexact
 from meantime.replicas.agreement import compare_lines
 from meantime.replicas.base import Replicas
+from meantime.tree import all_finite
 
 
 def persistent_buffers(model: torch.nn.Module) -> list[Tensor]:
@@ -21,7 +21,7 @@ def persistent_buffers(model: torch.nn.Module) -> list[Tensor]:
 
 
 def optimizer_tensors(
-    optimizer: torch.optim.Optimizer, parameters: Iterable[Tensor], world: Replicas
+    optimizer: torch.optim.Optimizer, parameters: list[Tensor], world: Replicas
 ) -> list[Tensor]:
     """The state tensors that are shaped like their parameters: moments, but no counters.
 
@@ -35,7 +35,7 @@ def optimizer_tensors(
             value = entries[name]
             if isinstance(value, Tensor) and value.shape == parameter.shape:
                 found[f"the optimizer's {name} of parameter {i}"] = value
-    compare_lines(list(found), world)
+    compare_lines(list(found), world, parameters[0].device)
     return list(found.values())
 
 
@@ -51,7 +51,8 @@ def average_finite(tensors: list[Tensor], world: Replicas, weight: Any = None) -
     if not tensors:
         return
     floating = [x for x in tensors if is_inexact(x)]
-    finite = [bool(torch.isfinite(x).all()) for x in floating]
+    checks = [all_finite([x]).to(tensors[0].device) for x in floating]
+    finite = torch.stack(checks).tolist() if checks else []  # waits for an accelerator once
     messages = [x if f else torch.zeros_like(x) for x, f in zip(floating, finite, strict=True)]
     flags = torch.tensor(finite, dtype=torch.float32, device=tensors[0].device)
     others = [x for x in tensors if not is_inexact(x)]

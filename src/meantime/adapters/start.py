@@ -56,7 +56,8 @@ def equal_start(
 ) -> None:
     """See to it that all replicas start from the same values, with the same averager."""
     tensors = [*parameters, *buffers]
-    compare_lines([repr(averager), *describe([parameters, buffers])], world)
+    device = tensors[0].device
+    compare_lines([repr(averager), *describe([parameters, buffers])], world, device)
     if how == "broadcast":
         for tensor, value in zip(tensors, world.broadcast(tensors), strict=True):
             if value is not tensor:
@@ -64,7 +65,7 @@ def equal_start(
     else:
         names = [line.split(":")[0] for line in describe([parameters, buffers])]
         digests = [f"{name} = {_digest(x)}" for name, x in zip(names, tensors, strict=True)]
-        compare_lines(digests, world)
+        compare_lines(digests, world, device)
 
 
 def _digest(x: Tensor) -> str:

@@ -35,7 +35,9 @@ def check_agreement(tx: Any, params: Tree, replicas: Replicas) -> None:
         >>> tx = mt.local_sgd(mt.sgd(0.1), every=8)
         >>> mt.check_agreement(tx, {"w": torch.zeros(2)}, mt.Solo())
     """
-    compare_lines([repr(tx), *describe(params)], replicas)
+    leaves = tree.leaves(params)
+    device = leaves[0].device if leaves else torch.device("cpu")
+    compare_lines([repr(tx), *describe(params)], replicas, device)
 
 
 def describe(params: Tree) -> list[str]:
@@ -46,20 +48,28 @@ def describe(params: Tree) -> list[str]:
     ]
 
 
-def compare_lines(lines: list[str], replicas: Replicas) -> None:
-    """Raise on every replica unless all have the same lines."""
+def compare_lines(lines: list[str], replicas: Replicas, device: torch.device) -> None:
+    """Raise on every replica unless all have the same lines.
+
+    Args:
+        device: where messages are made: that of the parameters, as a backend may know no other.
+    """
     text = "\n".join(lines).encode()
-    mine = _as_tensor(hashlib.sha256(text).digest())
+
+    def message(data: bytes) -> torch.Tensor:
+        return torch.tensor(list(data), dtype=torch.uint8, device=device)
+
+    mine = message(hashlib.sha256(text).digest())
     if bool((replicas.gather(mine) == mine).all()):
         return
     # Of integers the mean is the maximum.
-    length = int(replicas.mean(torch.tensor(len(text))))
-    everyone = replicas.gather(_as_tensor(text.ljust(length, b"\0")))
-    texts = [bytes(row.tolist()).rstrip(b"\0").decode().split("\n") for row in everyone]
-    raise ValueError(difference(texts))
+    length = int(replicas.mean(torch.tensor(len(text), device=device)))
+    everyone = replicas.gather(message(text.ljust(length, b"\0")))
+    texts = [bytes(row.tolist()).rstrip(b"\0").decode().splitlines() for row in everyone]
+    raise ValueError(_difference(texts))
 
 
-def difference(texts: list[list[str]]) -> str:
+def _difference(texts: list[list[str]]) -> str:
     """What the first replica that differs from replica 0 has otherwise."""
     for rank, lines in enumerate(texts):
         for i in range(max(len(lines), len(texts[0]))):
@@ -67,7 +77,3 @@ def difference(texts: list[list[str]]) -> str:
             if mine != first:
                 return f"replicas do not agree: rank 0 has {first}, rank {rank} has {mine}"
     return "replicas do not agree"  # unreachable: their fingerprints differ
-
-
-def _as_tensor(data: bytes) -> torch.Tensor:
-    return torch.tensor(list(data), dtype=torch.uint8)

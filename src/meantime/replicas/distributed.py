@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import hashlib
 from collections.abc import Iterable
 from typing import Any
 
@@ -14,7 +13,7 @@ from meantime import arrays, tree
 from meantime.arrays import Array
 from meantime.codecs import Codec
 from meantime.codecs.layout import local
-from meantime.replicas.agreement import describe, difference
+from meantime.replicas.agreement import compare_lines, describe
 from meantime.replicas.base import check_groups
 from meantime.replicas.buckets import Buckets
 from meantime.replicas.compressed import compressed_mean
@@ -170,8 +169,12 @@ class Distributed:
         leaves, spec = tree.flatten(values)
         check(leaves, self.group, lambda: tree.paths(values))
         if not self._agreed:
-            self._agree(leaves, values)
-            self._agreed = True
+            self._agreed = True  # the comparison itself is made of collectives
+            try:
+                self._agree(leaves, values)
+            except ValueError:
+                self._agreed = False
+                raise
         return leaves, spec
 
     def _agree(self, leaves: list[Tensor], values: Tree) -> None:
@@ -183,15 +186,8 @@ class Distributed:
                 lines[i] += f", tied to {lines[first[id(x)]]}"
             elif arrays.is_dtensor(x):
                 lines[i] += f", {place(x)}"
-        digest = hashlib.sha256("\n".join(lines).encode()).digest()[:8]
         device = local(leaves[0]).device if leaves else torch.device("cpu")
-        mine = torch.tensor(list(digest), dtype=torch.uint8, device=device)
-        everyone = mine.new_empty(self.size, mine.numel())
-        dist.all_gather(list(everyone), mine, group=self.group)
-        if (everyone != mine).any():
-            trees: list[Any] = [None] * self.size
-            dist.all_gather_object(trees, lines, group=self.group)
-            raise ValueError(difference(trees))
+        compare_lines(lines, self, device)
 
 
 def _of_ranks(ranks: list[int] | None, bucket_bytes: int) -> Distributed:

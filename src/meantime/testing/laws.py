@@ -92,8 +92,8 @@ def any_layout(tx: Transform, case: Case) -> None:
 
 def _with_drawn(values: Tree, case: Case) -> Tree:
     """The sizes of values that may be what is left of much larger ones: those that were drawn."""
-    drawn = [x.detach().abs().double().flatten() for x in tree.leaves((case.params, case.grads))]
-    return tree.map(lambda x: torch.cat([x.detach().abs().double().flatten(), *drawn]), values)
+    drawn = [x.detach().double().abs().flatten() for x in tree.leaves((case.params, case.grads))]
+    return tree.map(lambda x: torch.cat([x.detach().double().abs().flatten(), *drawn]), values)
 
 
 def _packed(x: torch.Tensor) -> torch.Tensor:
