@@ -10,6 +10,7 @@ import pytest
 import meantime as mt
 from tests import worlds
 from tests.hlo import Program
+from tests.references.problem import Recipe
 
 NAMES = list(worlds.RECIPES)
 
@@ -89,7 +90,7 @@ def compiled(recipe):
 def test_counting_of_collectives():
     """An unconditional mean is seen outside of every conditional."""
     pytest.importorskip("jax")
-    always = worlds.Recipe(lambda: mt.chain(mt.mean(), mt.sgd(0.1)), None)
+    always = Recipe(lambda: mt.chain(mt.mean(), mt.sgd(0.1)), None)
     assert compiled(always).always() > 0
 
 

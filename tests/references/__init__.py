@@ -1,0 +1,9 @@
+"""The algorithms as plain NumPy loops, each beside the transform that it is the reference of.
+
+A reference shares no code with the library: it holds the parameters of all replicas as the rows
+of one array and follows the papers.
+"""
+
+from tests.references import local, outer, trajectory
+
+RECIPES = {**local.RECIPES, **outer.RECIPES, **trajectory.RECIPES}
