@@ -1,5 +1,7 @@
 """Transforms that act on parts of the tree."""
 
+from typing import Any, NamedTuple
+
 import jax
 import jax.numpy as jnp
 import pytest
@@ -55,6 +57,38 @@ def test_fragments_are_of_similar_size_and_none_is_empty():
     assert cut(1, 1, 1, 100, count=2) == [0, 0, 0, 1]
 
 
+class Block(NamedTuple):
+    norm: Any
+    weight: Any
+
+
+def test_fragments_of_whole_layers():
+    """Numbers order the layers, not the spelling of their names."""
+    model = {f"blocks.{i}.{name}": torch.zeros(3) for i in range(11) for name in ("w", "norm.b")}
+    model |= {"embedding": torch.zeros(20), "head.w": torch.zeros(4), "head.b": torch.zeros(1)}
+    strided = mt.fragments(3, "strided")(model)
+    of_block = [strided[f"blocks.{i}.w"] for i in range(11)]
+    assert of_block == [(of_block[0] + i) % 3 for i in range(11)]
+    assert all(strided[f"blocks.{i}.norm.b"] == of_block[i] for i in range(11))
+    assert strided["head.w"] == strided["head.b"]
+    sequential = mt.fragments(3, "sequential")(model)
+    of_block = [sequential[f"blocks.{i}.w"] for i in range(11)]
+    assert of_block == sorted(of_block)
+    assert set(sequential.values()) == {0, 1, 2}
+    nested = {"blocks": [Block(torch.zeros(1), torch.zeros(2)) for _ in range(4)]}
+    assert mt.fragments(2, "strided")(nested) == {
+        "blocks": [Block(0, 0), Block(1, 1), Block(0, 0), Block(1, 1)]
+    }
+
+
+def test_tied_leaves_are_in_one_fragment():
+    shared = torch.zeros(3)
+    model = {"blocks.0.w": shared, "blocks.1.w": torch.zeros(3), "head": shared}
+    for pattern in ("size", "sequential", "strided"):
+        labels = mt.fragments(2, pattern)(model)
+        assert labels["head"] == labels["blocks.0.w"] != labels["blocks.1.w"]
+
+
 def test_partition_updates_each_part_with_its_own_rule():
     params = {"w": torch.ones(2), "b": torch.ones(1), "e": torch.ones(3)}
     labels = {"w": "decayed", "b": "plain", "e": "decayed"}
@@ -94,7 +128,13 @@ def test_in_jax():
 @pytest.mark.parametrize(
     ("call", "words"),
     [
-        (lambda: mt.fragments(0), "positive"),
+        (lambda: mt.fragments(0), "at least 1"),
+        (lambda: mt.fragments(2, "random"), "pattern must be"),
+        (
+            lambda: mt.fragments(2, "strided")({"0.w": torch.zeros(1), "0.b": torch.zeros(1)}),
+            "layers",
+        ),
+        (lambda: mt.streaming_diloco(mt.sgd(0.1), every=4, fragments=2, delay=5), "delay=5"),
         (lambda: mt.fragments(3)([torch.zeros(1), torch.zeros(1)]), "2 leaves"),
         (lambda: mt.streaming_diloco(mt.sgd(0.1), every=10, fragments=4), "multiple"),
         (

@@ -65,6 +65,18 @@ ZOO: dict[str, Callable[[], mt.Transform]] = {
         {0: mt.sgd(0.1), 1: mt.periodic(mt.average_params(), every=2), 2: mt.adam(1e-2)},
         lambda params: tree.map(lambda p: min(p.ndim, 2), params),
     ),
+    # overlapped communication
+    "delayed": lambda: mt.delayed(
+        mt.periodic(mt.outer(mt.chain(mt.mean(), mt.sgd(0.7))), every=2), steps=1, merge=0.5
+    ),
+    "delayed_delta": lambda: mt.delayed(
+        mt.periodic(mt.average_params(), every=2), steps=1, merge="delta"
+    ),
+    "eager_mean": lambda: mt.outer(mt.chain(mt.eager_mean(), mt.sgd(1.0))),
+    "overlapped": lambda: mt.periodic(mt.overlapped(), every=2),
+    "delayed_nesterov": lambda: mt.outer(
+        mt.chain(mt.mean(), mt.delayed_nesterov(linear(0.7, 0.3, steps=4), every=2, c=0.2))
+    ),
     # averagers of the trajectory
     "ema": lambda: mt.ema(linear(0.5, 0.9, steps=4)),
     "ema_warmup": lambda: mt.chain(
@@ -89,7 +101,11 @@ ZOO: dict[str, Callable[[], mt.Transform]] = {
     "diloco_scheduled": lambda: mt.diloco(
         mt.sgd(0.1), every=3, learning_rate=linear(0.7, 0.3, steps=2), momentum=0.0
     ),
+    "diloco_compressed": lambda: mt.diloco(mt.sgd(0.1), every=2, codec=mt.codecs.bf16()),
     "streaming_diloco": lambda: mt.streaming_diloco(mt.sgd(0.1), every=2, fragments=1),
+    "streaming_diloco_delayed": lambda: mt.streaming_diloco(
+        mt.sgd(0.1), every=2, fragments=1, pattern="strided", delay=1
+    ),
 }
 
 LEVELLED = {"warmup_mean_then", "alternate", "hierarchical_sgd"}
@@ -104,6 +120,7 @@ PLAIN = {
     "outer_sgd",
     "ema_warmup",
     "lawa",
+    "delayed_delta",
     "local_sgd",
     "local_sgd_scheduled",
     "post_local_sgd",
@@ -118,6 +135,8 @@ AVERAGERS = PLAIN | {
     "slowmo_scheduled",
     "diloco",
     "diloco_scheduled",
+    "diloco_compressed",
     "streaming_diloco",
+    "delayed_nesterov",
 }
 """Those that leave all replicas equal after `average(..., now=True)`."""

@@ -97,6 +97,11 @@ def is_concrete(x: Array) -> bool:
     return not isinstance(x, jax.core.Tracer)
 
 
+def as_flag(now: bool | Array) -> bool | Array:
+    """A bool where its value can be asked for: NumPy's do not combine with torch's counters."""
+    return bool(now) if is_concrete(now) else now
+
+
 def _batched(x: torch.Tensor) -> bool:
     functorch = torch._C._functorch
     if torch.compiler.is_compiling():  # Dynamo traces this question and no other one

@@ -9,7 +9,9 @@ number they return a Python number.
 from __future__ import annotations
 
 import math
+import operator
 from collections.abc import Callable, Mapping, Sequence
+from typing import Any
 
 from meantime import arrays
 from meantime.arrays import Array
@@ -44,6 +46,24 @@ def check(name: str, value: Hyperparameter, low: float, high: float = math.inf) 
     if not low <= value <= high:  # also refuses NaN
         bound = f"at least {low}" if high == math.inf else f"in [{low}, {high}]"
         raise ValueError(f"{name} must be {bound}, got {value!r}")
+
+
+def check_integer(name: str, value: Any, low: int) -> int:
+    """The value as an integer.
+
+    Raises:
+        ValueError: it is below `low`.
+        TypeError: it is no integer.
+    """
+    try:
+        number = None if isinstance(value, bool) else operator.index(value)
+    except TypeError:
+        number = None
+    if number is None:
+        raise TypeError(f"{name} must be an integer, got {value!r}")
+    if number < low:
+        raise ValueError(f"{name} must be at least {low}, got {value!r}")
+    return number
 
 
 def _progress(step: Array, steps: int) -> Array:
@@ -200,6 +220,55 @@ def join(schedules: Sequence[Schedule], boundaries: Sequence[int]) -> Schedule:
         for boundary, following in zip(boundaries, schedules[1:], strict=True):
             value = arrays.where(step >= boundary, following(step - boundary), value)
         return value
+
+    return schedule
+
+
+@made
+def qsr(
+    learning_rate: Hyperparameter,
+    alpha: float,
+    base: int,
+    power: float = 2.0,
+    warmup: int = 0,
+) -> Schedule:
+    r"""The quadratic synchronisation rule: a longer period for a smaller learning rate.
+
+    .. math:: H_t = \max\big(H_{\mathrm{base}},\ \lfloor (\alpha / \eta_t)^p \rfloor\big)
+
+    For `periodic(every=...)`, which reads it at the start of a round; let the last round end on
+    the last step with `last`.
+
+    Args:
+        learning_rate: :math:`\eta`, that of the local steps. At 0 the period has no end.
+        alpha: :math:`\alpha`; 0.0175 for a ViT-B with AdamW in the paper.
+        base: the shortest period :math:`H_{\mathrm{base}}`, in local steps.
+        power: :math:`p`; the paper compares 2 with 1 and 3.
+        warmup: the steps of the learning rate's warm-up, during which the period is what it is
+            right after it: the small rates there ask for no long periods.
+
+    Raises:
+        ValueError: `alpha` or `power` is not positive, `base` is below 1, `warmup` negative.
+        TypeError: `base` or `warmup` is not an integer.
+
+    Gu et al. 2024 (https://arxiv.org/abs/2310.14423), eq. 2 and section 2.
+
+    Example:
+        >>> period = qsr(linear(0.1, 0.0, steps=100), alpha=0.25, base=8)
+        >>> period(0), period(50), period(80), period(100)
+        (8, 25, 156, inf)
+    """
+    for name, value in (("alpha", alpha), ("power", power)):
+        check(name, value, 0)
+        if is_zero(value):
+            raise ValueError(f"{name} must be positive, got {value!r}")
+    base, warmup = check_integer("base", base, 1), check_integer("warmup", warmup, 0)
+
+    def schedule(step: Array) -> Array:
+        rate = value_at(learning_rate, arrays.maximum(step, warmup))
+        positive = arrays.where(rate > 0, rate, 1.0)
+        period = arrays.where(rate > 0, arrays.floor((alpha / positive) ** power), math.inf)
+        return arrays.maximum(period, base)
 
     return schedule
 

@@ -106,10 +106,7 @@ def _beside(value: Array, leaf: Array) -> Array:
 
 
 def _keys(state: Any) -> list[str]:
-    keys = []
-    for accessor in tree.flatten(state)[1].accessors():
-        parts = [getattr(entry, "field", None) or str(entry.entry) for entry in accessor]
-        keys.append(".".join(parts))
+    keys = [".".join(parts) for parts in tree.parts(state)]
     if len(set(keys)) < len(keys):
         twice = next(key for i, key in enumerate(keys) if key in keys[:i])
         raise ValueError(f"two leaves of the state have the same path {twice!r}: rename one")

@@ -59,6 +59,14 @@ def paths(tree: Tree) -> list[str]:
     return [accessor.codify("") for accessor in flatten(tree)[1].accessors()]
 
 
+def parts(tree: Tree) -> list[list[str]]:
+    """The names of the fields and keys, and the positions, on the way to every leaf."""
+    return [
+        [getattr(entry, "field", None) or str(entry.entry) for entry in accessor]
+        for accessor in flatten(tree)[1].accessors()
+    ]
+
+
 def leafwise(
     function: Callable[..., Any] | None = None, *, like: str | tuple[str, ...] | None = None
 ) -> Callable[..., Any]:

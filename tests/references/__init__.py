@@ -4,6 +4,10 @@ A reference shares no code with the library: it holds the parameters of all repl
 of one array and follows the papers.
 """
 
-from tests.references import local, outer, trajectory
+from tests.references import local, outer, overlap, periods, trajectory
 
-RECIPES = {**local.RECIPES, **outer.RECIPES, **trajectory.RECIPES}
+RECIPES = {
+    name: recipe
+    for family in (local, periods, outer, overlap, trajectory)
+    for name, recipe in family.RECIPES.items()
+}

@@ -122,7 +122,9 @@ RECIPES = {
             mt.sgd(0.1),
             mt.periodic(mt.average_params(), every=mt.schedules.piecewise(2, {4: 1.5}), after=2),
         ),
-        lambda theta, grad: ref_weighted(theta, grad, NumpySGD(0.1), warmup=2, due=(4, 7, 10)),
+        lambda theta, grad: ref_weighted(
+            theta, grad, NumpySGD(0.1), warmup=2, due=range(4, STEPS + 1, 3)
+        ),
         extra=lambda params, x, y: {"weight": abs(y[0])},
     ),
     "gradients over levels": Recipe(

@@ -94,7 +94,7 @@ RECIPES = {
             mt.periodic(mt.outer(mt.chain(mt.mean(), mt.adam(0.1))), every=3, after=1, first=2),
         ),
         lambda theta, grad: ref_outer(
-            theta, grad, NumpyAdamW(0.05), NumpyAdamW(0.1), due=(2, 5, 8, 11)
+            theta, grad, NumpyAdamW(0.05), NumpyAdamW(0.1), due=range(2, STEPS + 1, 3)
         ),
     ),
     "compressed": Recipe(

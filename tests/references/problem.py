@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 WORLD = 4
-STEPS = 12
+STEPS = 50
 FEATURES = 3
 
 

@@ -1,9 +1,15 @@
 """Averagers: what acts in `average`, when, and the recipes made of them."""
 
+from meantime.averaging.delayed import DelayedState as DelayedState
+from meantime.averaging.delayed import delayed as delayed
+from meantime.averaging.eager import EagerState as EagerState
+from meantime.averaging.eager import eager_mean as eager_mean
 from meantime.averaging.fragments import fragments as fragments
 from meantime.averaging.fragments import partition as partition
 from meantime.averaging.outer import OuterState as OuterState
 from meantime.averaging.outer import outer as outer
+from meantime.averaging.overlapped import OverlappedState as OverlappedState
+from meantime.averaging.overlapped import overlapped as overlapped
 from meantime.averaging.parameters import MeanState as MeanState
 from meantime.averaging.parameters import average_params as average_params
 from meantime.averaging.parameters import mean as mean
@@ -11,6 +17,9 @@ from meantime.averaging.periodic import AlternateState as AlternateState
 from meantime.averaging.periodic import PeriodicState as PeriodicState
 from meantime.averaging.periodic import alternate as alternate
 from meantime.averaging.periodic import periodic as periodic
+from meantime.averaging.policies import AdaCommState as AdaCommState
+from meantime.averaging.policies import Policy as Policy
+from meantime.averaging.policies import adacomm as adacomm
 from meantime.averaging.recipes import diloco as diloco
 from meantime.averaging.recipes import hierarchical_sgd as hierarchical_sgd
 from meantime.averaging.recipes import local_sgd as local_sgd

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Hashable, Mapping
-from typing import Any
+from typing import Any, Literal
 
 import torch
 
 from meantime import tree
 from meantime.keywords import forwards, pick
 from meantime.made import made
+from meantime.schedules import check_integer
 from meantime.transform import EmptyState, Transform, as_transform
 from meantime.tree import Tree
 
@@ -131,41 +132,88 @@ def _only(leaves: list[Any], spec: Any, positions: list[int]) -> Tree:
 
 
 @made
-def fragments(count: int) -> Callable[[Tree], Tree]:
-    """Labels 0, ..., count - 1 that cut the parameters into consecutive parts of similar size.
+def fragments(
+    count: int, pattern: Literal["size", "sequential", "strided"] = "size"
+) -> Callable[[Tree], Tree]:
+    """Labels 0, ..., count - 1 that cut the parameters into fragments, for `partition`.
 
-    A function of the parameters for `partition`.
+    Args:
+        count: how many fragments.
+        pattern: `"size"`: consecutive leaves, cut so that sizes are similar. `"sequential"`: the
+            same with whole layers. `"strided"`: layer i goes to fragment i modulo `count`, so
+            that each has near and far ones (Douillard et al. 2025,
+            https://arxiv.org/abs/2501.18512, section 3.1).
+
+    The leaves of a layer have the same path up to the first number in it (`blocks.3`), which
+    orders the layers; those without a number, the same path but for its last part.
+
+    Tied leaves stay together, in the fragment of the first.
+
+    Returns:
+        A function from parameters to labels.
 
     Raises:
-        ValueError: `count` is below 1, or there are fewer leaves than fragments.
+        ValueError: `count` is below 1, or there are fewer leaves, or layers, than fragments; an
+            unknown pattern.
+        TypeError: `count` is not an integer.
 
     Example:
         >>> import torch, meantime as mt
         >>> mt.fragments(2)([torch.zeros(3), torch.zeros(1), torch.zeros(4)])
         [0, 0, 1]
+        >>> mt.fragments(2, "strided")({f"blocks.{i}.w": torch.zeros(1) for i in range(4)})
+        {'blocks.0.w': 0, 'blocks.1.w': 1, 'blocks.2.w': 0, 'blocks.3.w': 1}
     """
-    if not (isinstance(count, int) and count >= 1):
-        raise ValueError(f"the number of fragments must be a positive integer, got {count!r}")
+    check_integer("the number of fragments", count, 1)
+    if pattern not in ("size", "sequential", "strided"):
+        raise ValueError(f"pattern must be 'size', 'sequential' or 'strided', got {pattern!r}")
 
     def labels(params: Tree) -> Tree:
         leaves = tree.leaves(params)
-        sizes = [tree.nbytes(leaf) for leaf in leaves]
+        groups = list(range(len(leaves))) if pattern == "size" else _layers(params)
+        sizes = [0] * (max(groups, default=-1) + 1)
+        for group, leaf in zip(groups, leaves, strict=True):
+            sizes[group] += tree.nbytes(leaf)
         if len(sizes) < count:
-            raise ValueError(f"{len(sizes)} leaves cannot be cut into {count} fragments")
-        total = sum(sizes) or 1
-        cut: list[int] = []
-        before, last = 0, -1
-        for i, size in enumerate(sizes):
-            # By where its middle lies, in order, and so that no fragment stays empty.
-            middle = (2 * before + size) * count // (2 * total)
-            last = min(max(middle, last, count - (len(sizes) - i)), last + 1, count - 1)
-            cut.append(last)
-            before += size
+            kind = "leaves" if pattern == "size" else "layers"
+            raise ValueError(f"{len(sizes)} {kind} cannot be cut into {count} fragments")
+        if pattern == "strided":
+            of_group = [group % count for group in range(len(sizes))]
+        else:
+            of_group = _consecutive(sizes, count)
 
         # In a graph of Dynamo `map` has an order of its own; and tied leaves stay together.
         def label(leaf: Any) -> int:
-            return next(cut[i] for i, other in enumerate(leaves) if other is leaf)
+            return next(of_group[groups[i]] for i, x in enumerate(leaves) if x is leaf)
 
         return tree.map(label, params)
 
     return labels
+
+
+def _consecutive(sizes: list[int], count: int) -> list[int]:
+    """The fragment of each of several things in order."""
+    total = sum(sizes) or 1
+    found: list[int] = []
+    before, last = 0, -1
+    for i, size in enumerate(sizes):
+        # By where its middle lies, in order, and so that no fragment stays empty.
+        middle = (2 * before + size) * count // (2 * total)
+        last = min(max(middle, last, count - (len(sizes) - i)), last + 1, count - 1)
+        found.append(last)
+        before += size
+    return found
+
+
+def _layers(params: Tree) -> list[int]:
+    """The number of the layer of every leaf."""
+    keys: list[tuple[int, int]] = []  # where such a layer was first seen, and its number
+    stems: dict[tuple[str, ...], int] = {}
+    for path in tree.parts(params):
+        parts = [part for entry in path for part in entry.split(".")]
+        first = next((i for i, part in enumerate(parts) if part.isdecimal()), None)
+        end = max(len(parts) - 1, 1) if first is None else first
+        number = 0 if first is None else int(parts[first])
+        keys.append((stems.setdefault(tuple(parts[:end]), len(stems)), number))
+    order = {key: i for i, key in enumerate(sorted(set(keys)))}
+    return [order[key] for key in keys]

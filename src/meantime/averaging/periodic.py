@@ -6,22 +6,25 @@ from typing import Any, NamedTuple
 
 from meantime import arrays
 from meantime.arrays import Array
-from meantime.control import LAST, cond, counter, increment, is_concrete, select
+from meantime.averaging.policies import Policy
+from meantime.control import LAST, as_flag, cond, counter, increment
 from meantime.keywords import forwards, pick
 from meantime.made import made
-from meantime.schedules import Schedule
-from meantime.transform import Transform, as_transform
+from meantime.schedules import Schedule, check_integer
+from meantime.transform import EmptyState, Transform, as_transform
 from meantime.tree import Tree
 
 
 class PeriodicState(NamedTuple):
     """Local steps made, the steps after which the present round starts and ends (0-d int32), and
-    the averager's own state. During the warm-up the first round has yet to start."""
+    the states of the averager and of the policy. During the warm-up the first round has yet to
+    start."""
 
     count: Array
     start: Array
     due: Array
     averager: Any
+    policy: Any = EmptyState()
 
 
 class AlternateState(NamedTuple):
@@ -35,7 +38,7 @@ class AlternateState(NamedTuple):
 @made
 def periodic(
     averager: Any,
-    every: int | Schedule,
+    every: int | Schedule | Policy,
     after: int = 0,
     first: int | None = None,
     last: int | None = None,
@@ -48,9 +51,10 @@ def periodic(
 
     Args:
         averager: what acts; its own steps are then the rounds.
-        every: the period :math:`H` in local steps, or a schedule of it. A schedule is read
-            once a round, at its start, with the number of local steps made so far; its value is
-            rounded down and at least 1.
+        every: the period :math:`H` in local steps, a schedule of it, or a `Policy`. A schedule
+            is read once a round, at its start, with the number of local steps made so far; its
+            value is rounded down and at least 1. `schedules.piecewise(4, {100: 2, 200: 2})`
+            doubles the period stage by stage.
         after: the warm-up :math:`W`, in local steps.
         first: the step of the first synchronisation, instead of :math:`W + H`; the others
             follow it at the period.
@@ -81,18 +85,22 @@ def periodic(
         >>> synchronised
         [6, 10]
     """
-    if not callable(every):
-        _check_integer("every", every, 1)
-    _check_integer("after", after, 0)
+    if not (callable(every) or isinstance(every, Policy)):
+        check_integer("every", every, 1)
+    check_integer("after", after, 0)
     for name, value in (("first", first), ("last", last)):
         if value is not None:
-            _check_integer(name, value, 1)
+            check_integer(name, value, 1)
     inner = as_transform(averager)
+    policy = every if isinstance(every, Policy) else None
 
-    def end_of_round(start: Array) -> Array:
-        """The step that ends the round which starts after step `start`."""
-        period = _whole(every(start), start) if callable(every) else every
-        end = start + arrays.minimum(period, LAST - start)
+    def at(step: Array) -> Array:
+        """The period that a number or a schedule gives."""
+        return every(step) if callable(every) else every
+
+    def end_of_round(period: Array, start: Array) -> Array:
+        """The step that ends a round which starts after step `start`."""
+        end = start + arrays.minimum(_whole(period, start), LAST - start)
         return end if last is None else until_last(end, start)
 
     def until_last(end: Array, start: Array) -> Array:
@@ -100,11 +108,13 @@ def periodic(
 
     def init(params: Tree) -> PeriodicState:
         zero = counter(params)
+        start = zero + after
+        period, chosen = policy.init(params) if policy else (at(start), EmptyState())
         if first is None:
-            due = end_of_round(zero + after)
+            due = end_of_round(period, start)
         else:
             due = zero + (first if last is None else min(first, last))
-        return PeriodicState(zero, zero + after, due, inner.init(params))
+        return PeriodicState(zero, start, due, inner.init(params), chosen)
 
     @forwards(inner.update)
     def update(
@@ -115,7 +125,7 @@ def periodic(
         )
         return updates, state._replace(averager=averager)
 
-    @forwards(inner.average, hides=("step",))
+    @forwards(inner.average, *([policy.period] if policy else []), hides=("step",))
     def average(
         params: Tree,
         state: PeriodicState,
@@ -126,7 +136,7 @@ def periodic(
     ) -> tuple[Tree, PeriodicState]:
         count = increment(state.count, counts)
         scheduled = count >= state.due
-        due = scheduled if now is False else scheduled | _flag(now)
+        due = scheduled if now is False else scheduled | as_flag(now)
         inherited = {**extra, "now": now, "counts": scheduled, "step": count}
         arguments = pick(inner.average, inherited)
 
@@ -137,12 +147,20 @@ def periodic(
             return params, averager
 
         params, averager = cond(due, synchronise, wait, params, state.averager)
-        start, end = select(
-            scheduled,
-            lambda: (count + 0, end_of_round(count)),  # no two leaves of a state are one array
-            lambda: (state.start, state.due),
-        )
-        return params, PeriodicState(count, start, end, averager)
+
+        def begin(start: Array, due: Array, chosen: Any) -> tuple[Array, Array, Any]:
+            if policy:
+                period, chosen = policy.period(count, chosen, **pick(policy.period, extra))
+            else:
+                period = at(count)
+            return count + 0, end_of_round(period, count), chosen  # no two leaves are one array
+
+        def stay(start: Array, due: Array, chosen: Any) -> tuple[Array, Array, Any]:
+            return start, due, chosen
+
+        present = (state.start, state.due, state.policy)
+        start, end, chosen = cond(scheduled, begin, stay, *present)
+        return params, PeriodicState(count, start, end, averager, chosen)
 
     return Transform(init, update if inner.updates else None, average)
 
@@ -174,7 +192,7 @@ def alternate(usual: Any, special: Any, every: int) -> Transform:
         >>> {name: len(level.calls) for name, level in levels.items()}
         {'node': 3, 'world': 3}
     """
-    _check_integer("every", every, 1)
+    check_integer("every", every, 1)
     often, seldom = as_transform(usual), as_transform(special)
 
     def init(params: Tree) -> AlternateState:
@@ -201,7 +219,7 @@ def alternate(usual: Any, special: Any, every: int) -> Transform:
             return params, usual, special
 
         params, usual, special = cond(
-            (count % every == 0) | _flag(now),
+            (count % every == 0) | as_flag(now),
             run_special,
             run_usual,
             params,
@@ -219,15 +237,3 @@ def _whole(period: Array, like: Array) -> Array:
     bounded = arrays.maximum(arrays.minimum(period, far), 1)
     whole = arrays.astype(bounded, like.dtype) if arrays.is_array(bounded) else int(bounded)
     return arrays.where(whole < far, whole, LAST)
-
-
-def _flag(now: bool | Array) -> bool | Array:
-    """A NumPy bool does not combine with torch's counters."""
-    return bool(now) if is_concrete(now) else now
-
-
-def _check_integer(name: str, value: Any, low: int) -> None:
-    if isinstance(value, bool) or not isinstance(value, int):
-        raise TypeError(f"{name} must be an integer number of steps, got {value!r}")
-    if value < low:
-        raise ValueError(f"{name} must be at least {low}, got {value!r}")

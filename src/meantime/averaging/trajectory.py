@@ -15,10 +15,9 @@ import torch
 
 from meantime import arrays, tree
 from meantime.arrays import Array
-from meantime.averaging.periodic import _check_integer
 from meantime.control import counter, increment, select
 from meantime.made import made
-from meantime.schedules import Hyperparameter, check, value_at
+from meantime.schedules import Hyperparameter, check, check_integer, value_at
 from meantime.state import find
 from meantime.transform import Transform
 from meantime.tree import Tree, copy, leafwise, zeros_like
@@ -144,7 +143,7 @@ def lawa(k: int) -> Transform:
         >>> mt.averaged_params(state, params)
         tensor([4.])
     """
-    _check_integer("k", k, 1)
+    check_integer("k", k, 1)
 
     def init(params: Tree) -> TrajectoryState:
         recent = tuple(zeros_like(params) for _ in range(k))

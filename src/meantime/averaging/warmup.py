@@ -6,10 +6,10 @@ from typing import Any, NamedTuple
 
 from meantime.arrays import Array
 from meantime.averaging.parameters import mean
-from meantime.averaging.periodic import _check_integer
 from meantime.control import cond, counter, increment
 from meantime.keywords import forwards, pick
 from meantime.made import made
+from meantime.schedules import check_integer
 from meantime.transform import Transform, identity
 from meantime.tree import Tree
 
@@ -54,7 +54,7 @@ def warmup_mean(steps: int, over: str | None = None, then: str | None = None) ->
         >>> torch.func.vmap(two_steps)(torch.zeros(2), torch.tensor([1.0, 3.0]))
         tensor([-3., -5.])
     """
-    _check_integer("steps", steps, 0)
+    check_integer("steps", steps, 0)
     before = mean(over)
     after = identity() if then is None else mean(then)
 

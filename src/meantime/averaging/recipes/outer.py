@@ -2,17 +2,19 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, Literal
 
+from meantime.averaging.delayed import delayed
 from meantime.averaging.fragments import fragments as cut
 from meantime.averaging.fragments import partition
 from meantime.averaging.outer import outer
 from meantime.averaging.parameters import mean
 from meantime.averaging.periodic import periodic
 from meantime.averaging.slow_momentum import slow_momentum
+from meantime.codecs import Codec
 from meantime.made import made
 from meantime.optimizers import sgd
-from meantime.schedules import Hyperparameter, Schedule, is_zero
+from meantime.schedules import Hyperparameter, Schedule, check_integer, is_zero
 from meantime.transform import Transform, chain
 
 
@@ -59,6 +61,7 @@ def diloco(
     *,
     learning_rate: Hyperparameter = 0.7,
     momentum: Hyperparameter = 0.9,
+    codec: Codec | None = None,
     over: str | None = None,
     last: int | None = None,
 ) -> Transform:
@@ -74,6 +77,8 @@ def diloco(
         every: the period :math:`H`; 500 in the paper.
         learning_rate: :math:`\gamma`, the outer learning rate; a schedule counts rounds.
         momentum: :math:`\mu`; plain outer SGD if 0.
+        codec: how the pseudo-gradients are compressed, such as `codecs.int8()`; see `mean`. Error
+            feedback goes before `mean` in the composition.
         over: the level of a hierarchy to average over.
         last: the step on which the last round ends.
 
@@ -83,7 +88,7 @@ def diloco(
         >>> import meantime as mt
         >>> tx = diloco(mt.adamw(4e-4, b2=0.95, weight_decay=0.1), every=500)
     """
-    averager = _nesterov_outer(learning_rate, momentum, over)
+    averager = _nesterov_outer(learning_rate, momentum, codec, over)
     return chain(inner, periodic(averager, every, last=last))
 
 
@@ -93,27 +98,37 @@ def streaming_diloco(
     every: int = 100,
     fragments: int = 4,
     *,
+    pattern: Literal["size", "sequential", "strided"] = "size",
+    delay: int = 0,
+    merge: float = 0.5,
     learning_rate: Hyperparameter = 0.7,
     momentum: Hyperparameter = 0.9,
+    codec: Codec | None = None,
     over: str | None = None,
     last: int | None = None,
 ) -> Transform:
     r"""DiLoCo on one fragment of the parameters at a time.
 
-    The parameters are cut into :math:`P` fragments of similar size. Fragment :math:`p` is
-    synchronised after the steps :math:`(p + 1) H / P + i H`, as in `diloco` with an anchor and a
-    momentum of its own: the same traffic in :math:`P` times more, smaller messages.
+    The parameters are cut into :math:`P` fragments. Fragment :math:`p` is synchronised after the
+    steps :math:`(p + 1) H / P + i H`, as in `diloco` with an anchor and a momentum of its own: the
+    same traffic in :math:`P` times more, smaller messages. What is sent at step :math:`t` is
+    used at step :math:`t + \tau`, when it is merged with what the replica did meanwhile:
+
+    .. math:: \theta_{k,p} \leftarrow \alpha\,\theta_{k,p} + (1 - \alpha)\,\Theta_p
 
     Args:
         inner: the optimizer of the local steps; its state stays local.
         every: the period :math:`H` of each fragment, a multiple of `fragments`.
         fragments: their number :math:`P`.
-        learning_rate, momentum, over, last: see `diloco`.
-
-    A fragment is adopted at the step at which it is sent (the paper's :math:`\tau = 0`).
+        pattern: how they are cut; see `fragments`. The paper's main choice is `"strided"`.
+        delay: :math:`\tau` in local steps, at most the period; 1 or 5 in the paper. With 0 a
+            fragment is adopted as it is at the step at which it is sent. See `delayed`.
+        merge: :math:`\alpha`, where there is a delay.
+        learning_rate, momentum, codec, over, last: see `diloco`.
 
     Raises:
-        ValueError: the period is not a multiple of the number of fragments.
+        ValueError: the period is not a multiple of the number of fragments, or shorter than the
+            delay.
 
     Douillard et al. 2025 (https://arxiv.org/abs/2501.18512), section 3.
 
@@ -121,18 +136,22 @@ def streaming_diloco(
         >>> import meantime as mt
         >>> tx = streaming_diloco(mt.adamw(4e-4), every=100, fragments=4)
     """
-    labels = cut(fragments)
+    labels = cut(fragments, pattern)
     if every % fragments:
         raise ValueError(f"every={every!r} must be a multiple of fragments={fragments!r}")
-    averager = _nesterov_outer(learning_rate, momentum, over)
-    members = {
-        p: periodic(averager, every, first=(p + 1) * every // fragments, last=last)
-        for p in range(fragments)
-    }
-    return chain(inner, partition(members, labels))
+    if check_integer("delay", delay, 0) > every:
+        raise ValueError(f"delay={delay!r} must be at most every={every!r}")
+    averager = _nesterov_outer(learning_rate, momentum, codec, over)
+
+    def member(p: int) -> Transform:
+        first = (p + 1) * every // fragments
+        return delayed(periodic(averager, every, first=first, last=last), delay, merge)
+
+    return chain(inner, partition({p: member(p) for p in range(fragments)}, labels))
 
 
 def _nesterov_outer(
-    learning_rate: Hyperparameter, momentum: Hyperparameter, over: str | None
+    learning_rate: Hyperparameter, momentum: Hyperparameter, codec: Codec | None, over: str | None
 ) -> Transform:
-    return outer(chain(mean(over), sgd(learning_rate, momentum, nesterov=not is_zero(momentum))))
+    rule = sgd(learning_rate, momentum, nesterov=not is_zero(momentum))
+    return outer(chain(mean(over, codec), rule))
