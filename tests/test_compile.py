@@ -32,6 +32,13 @@ def tree(seed):
 
 
 @pytest.mark.parametrize("donate", [False, True])
+def test_a_tree_without_leaves(donate):
+    tx = mt.compile(mt.lion(0.1))
+    params = {"frozen": None}
+    assert mt.step(tx, params, params, tx.init(params), donate=donate)[0] == params
+
+
+@pytest.mark.parametrize("donate", [False, True])
 @pytest.mark.parametrize("name", RULES)
 def test_the_same_numbers_from_one_graph(name, donate, graphs):
     plain = RULES[name]()

@@ -189,6 +189,11 @@ def optax_pairs():
             mt.adamw(0.01, weight_decay=0.1, mask=MASK),
             optax.adamw(0.01, weight_decay=0.1, mask=MASK),
         ),
+        "lion": (mt.lion(0.01), optax.lion(0.01, weight_decay=0.0)),
+        "lion options": (
+            mt.lion(0.01, b1=0.8, b2=0.95, weight_decay=0.1, mask=MASK),
+            optax.lion(0.01, b1=0.8, b2=0.95, weight_decay=0.1, mask=MASK),
+        ),
         "clip": (
             mt.chain(mt.clip(0.3), mt.sgd(0.1, 0.9)),
             optax.chain(optax.clip(0.3), optax.sgd(0.1, 0.9)),
@@ -271,6 +276,9 @@ HYPERPARAMETERS = {
     "adamw.b1": (lambda v: mt.adamw(0.1, b1=v), 0.8),
     "adamw.b2": (lambda v: mt.adamw(0.1, b2=v), 0.99),
     "adamw.eps": (lambda v: mt.adamw(0.1, eps=v), 1e-3),
+    "lion.learning_rate": (lambda v: mt.lion(v), 0.01),
+    "lion.b1": (lambda v: mt.lion(0.1, b1=v), 0.8),
+    "lion.b2": (lambda v: mt.lion(0.1, b2=v), 0.95),
     "add_decayed_weights": (mt.add_decayed_weights, 0.1),
     "scale_by_learning_rate": (mt.scale_by_learning_rate, 0.1),
     "scale": (mt.scale, -0.3),

@@ -41,6 +41,8 @@ ZOO: dict[str, Callable[[], mt.Transform]] = {
     "adamw_masked": lambda: mt.adamw(
         1e-2, weight_decay=0.1, mask=lambda params: tree.map(lambda p: p.ndim > 0, params)
     ),
+    "lion": lambda: mt.lion(1e-2, weight_decay=0.1),
+    "lion_scheduled": lambda: mt.lion(1e-2, b1=linear(0.5, 0.9, steps=4)),
     "chain": lambda: mt.chain(mt.clip_by_global_norm(1.0), mt.trace(0.9), mt.scale(-0.1)),
     "named_chain": lambda: mt.named_chain(clip=mt.clip(1.0), inner=mt.sgd(0.1, momentum=0.9)),
     # what communicates in `update`

@@ -51,6 +51,7 @@ from meantime.keywords import forwards as forwards
 from meantime.keywords import pick as pick
 from meantime.optimizers import AdamState as AdamState
 from meantime.optimizers import DelayedNesterovState as DelayedNesterovState
+from meantime.optimizers import LionState as LionState
 from meantime.optimizers import ScheduleState as ScheduleState
 from meantime.optimizers import TraceState as TraceState
 from meantime.optimizers import adam as adam
@@ -59,9 +60,11 @@ from meantime.optimizers import add_decayed_weights as add_decayed_weights
 from meantime.optimizers import clip as clip
 from meantime.optimizers import clip_by_global_norm as clip_by_global_norm
 from meantime.optimizers import delayed_nesterov as delayed_nesterov
+from meantime.optimizers import lion as lion
 from meantime.optimizers import scale as scale
 from meantime.optimizers import scale_by_adam as scale_by_adam
 from meantime.optimizers import scale_by_learning_rate as scale_by_learning_rate
+from meantime.optimizers import scale_by_lion as scale_by_lion
 from meantime.optimizers import scale_by_schedule as scale_by_schedule
 from meantime.optimizers import sgd as sgd
 from meantime.optimizers import trace as trace

@@ -116,10 +116,11 @@ class _Compiled:
         self._torch: Callable[..., Any] | None = None
         self._jax: Callable[..., Any] | None = None
 
-    def on(self, trees: tuple[Tree, ...]) -> Callable[..., Any] | None:
-        """What to call for these trees; None inside of another transformation."""
+    def on(self, trees: tuple[Tree, Any, Tree]) -> Callable[..., Any] | None:
+        """What to call for these trees; None if there is nothing to compile, and
+        inside of another transformation."""
         leaves = tree.leaves(trees)
-        if torch.compiler.is_compiling() or transforming():
+        if not tree.leaves(trees[0]) or torch.compiler.is_compiling() or transforming():
             return None
         if all(map(plain, leaves)):
             if torch.is_grad_enabled() and any(leaf.requires_grad for leaf in leaves):

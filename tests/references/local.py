@@ -32,6 +32,17 @@ class NumpyClippedNesterov:
         return theta - rate * (g + 0.6 * self.buffer)
 
 
+class NumpyLion:
+    def __init__(self, rate, decay, b1=0.9, b2=0.99):
+        self.rate, self.decay, self.b1, self.b2 = rate, decay, b1, b2
+        self.m = 0.0
+
+    def __call__(self, theta, g):
+        direction = np.sign(self.b1 * self.m + (1 - self.b1) * g)
+        self.m = self.b2 * self.m + (1 - self.b2) * g
+        return theta - self.rate * (direction + self.decay * theta)
+
+
 def ref_local(theta, grad, inner, every, warmup=0, last=None):
     for t in range(1, STEPS + 1):
         g = grad(theta, t)
@@ -94,6 +105,10 @@ RECIPES = {
     "post_local_sgd, adamw": Recipe(
         lambda: mt.post_local_sgd(mt.adamw(0.05, weight_decay=0.1), every=3, warmup=2),
         lambda theta, grad: ref_local(theta, grad, NumpyAdamW(0.05, 0.1), every=3, warmup=2),
+    ),
+    "local_sgd, lion": Recipe(
+        lambda: mt.local_sgd(mt.lion(0.03, weight_decay=0.1), every=4),
+        lambda theta, grad: ref_local(theta, grad, NumpyLion(0.03, 0.1), every=4),
     ),
     "hierarchical_sgd": Recipe(
         lambda: mt.hierarchical_sgd(mt.sgd(0.1, momentum=0.5), {"node": 2, "world": 6}),

@@ -9,6 +9,9 @@ from meantime.optimizers.clipping import clip_by_global_norm as clip_by_global_n
 from meantime.optimizers.decay import add_decayed_weights as add_decayed_weights
 from meantime.optimizers.delayed_nesterov import DelayedNesterovState as DelayedNesterovState
 from meantime.optimizers.delayed_nesterov import delayed_nesterov as delayed_nesterov
+from meantime.optimizers.lion import LionState as LionState
+from meantime.optimizers.lion import lion as lion
+from meantime.optimizers.lion import scale_by_lion as scale_by_lion
 from meantime.optimizers.scaling import ScheduleState as ScheduleState
 from meantime.optimizers.scaling import scale as scale
 from meantime.optimizers.scaling import scale_by_learning_rate as scale_by_learning_rate

@@ -28,12 +28,14 @@ def optax_steps(rule: str, learning_rate: float, count: int, size: int) -> Conte
     """optax under `jax.jit`, with memory of its own and donated; ours under `jax.jit`."""
     jax, optax = load("jax"), load("optax")
     grads = {name: jax.numpy.asarray(x.numpy()) for name, x in tree(count, size, seed=1).items()}
-    if rule == "adamw":
-        theirs = optax.adamw(learning_rate, weight_decay=0.01)
-        ours = mt.adamw(learning_rate)
-    else:
-        theirs = optax.sgd(learning_rate, momentum=0.9)
-        ours = mt.sgd(learning_rate, momentum=0.9)
+    theirs, ours = {
+        "adamw": (optax.adamw(learning_rate, weight_decay=0.01), mt.adamw(learning_rate)),
+        "sgd": (
+            optax.sgd(learning_rate, momentum=0.9),
+            mt.sgd(learning_rate, momentum=0.9),
+        ),
+        "lion": (optax.lion(learning_rate, weight_decay=0.0), mt.lion(learning_rate)),
+    }[rule]
 
     def stepper(tx: Any, apply: Callable[..., Any], donate: bool = False) -> Callable[[], Any]:
         params: Any = {k: jax.numpy.asarray(x.numpy()) for k, x in tree(count, size, 0).items()}

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -18,6 +19,7 @@ from meantime.cli.bench.trees import SHAPES, parse, tree
 LEARNING_RATE = 1e-3
 REFERENCE = "torch fused"
 STEPPED = ["4x64", "150x64", *SHAPES]
+FLAT = ["1x12800000"]
 RULES: dict[str, tuple[Callable[[], mt.Transform], Callable[..., torch.optim.Optimizer]]] = {
     "adamw": (
         lambda: mt.adamw(LEARNING_RATE),
@@ -30,15 +32,23 @@ RULES: dict[str, tuple[Callable[[], mt.Transform], Callable[..., torch.optim.Opt
         ),
     ),
 }
+# torch has no Lion: SGD with momentum stands in for it, which moves the same bytes.
+RULES["lion"] = (lambda: mt.compile(mt.lion(LEARNING_RATE)), RULES["sgd"][1])
 # Parameters and slots are read and written, gradients read: float32 values for each parameter.
-STREAMS = {"adamw": 7, "sgd": 5}
+STREAMS = {"adamw": 7, "sgd": 5, "lion": 5}
 
 
 def step(
     shapes: Annotated[
-        list[str], typer.Option("--leaves", help="Trees to step, as COUNTxSIZE.")
-    ] = STEPPED,
-    rule: Annotated[str, typer.Option(help="adamw or sgd (with momentum).")] = "adamw",
+        list[str] | None, typer.Option("--leaves", help="Trees to step, as COUNTxSIZE.")
+    ] = None,
+    rule: Annotated[
+        str,
+        typer.Option(
+            help="adamw, sgd (with momentum), or lion (compiled, against torch's SGD of the same "
+            "bytes)."
+        ),
+    ] = "adamw",
     rounds: Annotated[int, typer.Option(min=2, help="Counted rounds.")] = 15,
     threads: Annotated[int, typer.Option(min=1, help="CPUs to use.")] = 1,
     peers: Annotated[bool, typer.Option(help="Add optax and TorchOpt (extra `bench`).")] = False,
@@ -46,22 +56,29 @@ def step(
 ) -> None:
     """Step an optimizer: ours against torch.optim and, with --peers, optax and TorchOpt."""
     if rule not in RULES:
-        raise typer.BadParameter(f"--rule must be adamw or sgd, got {rule!r}")
+        raise typer.BadParameter(f"--rule must be one of {', '.join(RULES)}, got {rule!r}")
     use_threads(threads)
     results = {}
-    for shape in shapes:
+    for shape in shapes or (FLAT if rule == "lion" else STEPPED):
         count, size = parse(shape)
         moved = count * size * STREAMS[rule] * 4
         contenders = {**_contenders(rule, count, size), "limit: add_ of the same bytes": add(moved)}
         if peers:
             contenders.update(optax_steps(rule, LEARNING_RATE, count, size))
-            contenders.update(torchopt_steps(rule, LEARNING_RATE, count, size))
+            if rule != "lion":
+                contenders.update(torchopt_steps(rule, LEARNING_RATE, count, size))
         title = f"{rule}, {count} leaves of {size:,} (float32, {threads} thread)"
         # A round of few small leaves would be shorter than what the clock can tell.
         repeat = max(1, 100_000 // (count * (size + 1_000)))
         results[title] = interleave(contenders, REFERENCE, rounds, repeat=repeat)
-        memory = {k: extra_memory(run) / (count * size * 4) for k, run in contenders.items()}
-        report(title, results[title], moved, memory if count * size >= 10**6 else None)
+        if count * size >= 10**6:
+            results[title] = {
+                name: replace(timing, extra_memory=extra_memory(run) / (count * size * 4))
+                for (name, timing), run in zip(
+                    results[title].items(), contenders.values(), strict=True
+                )
+            }
+        report(title, results[title], moved)
     if out is not None:
         write_json(out, results)
 

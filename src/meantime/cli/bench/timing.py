@@ -20,13 +20,15 @@ from rich.table import Table
 
 @dataclass(frozen=True)
 class Timing:
-    """Seconds of one contender over all rounds, and its ratio to the reference."""
+    """Seconds of one contender over all rounds, its ratio to the reference, and where it was
+    measured the extra memory at its peak, in sizes of the tree."""
 
     median: float
     quartiles: tuple[float, float]
     minimum: float
     ratio: float  # of medians
     ratio_of_minima: float
+    extra_memory: float | None = None
 
 
 def interleave(
@@ -77,17 +79,16 @@ def report(
     title: str,
     timings: Mapping[str, Timing],
     moved_bytes: int | None = None,
-    memory: Mapping[str, float] | None = None,
 ) -> None:
-    """Print a table: medians, quartiles, ratios, the traffic of so many bytes, and the extra
-    memory of each contender at its peak, in sizes of the tree."""
+    """Print a table: medians, quartiles, ratios, the traffic of so many bytes, extra memory."""
     table = Table(title=title)
     table.add_column("", min_width=max(map(len, timings)))
     for column in ("median ms", "quartiles", "ratio", "of minima"):
         table.add_column(column, justify="right")
     if moved_bytes is not None:
         table.add_column("GB/s", justify="right")
-    if memory is not None:
+    remembered = any(timing.extra_memory is not None for timing in timings.values())
+    if remembered:
         table.add_column("extra memory", justify="right")
     for name, timing in timings.items():
         low, high = timing.quartiles
@@ -99,8 +100,8 @@ def report(
         ]
         if moved_bytes is not None:
             cells.append(f"{moved_bytes / timing.median / 1e9:.1f}")
-        if memory is not None:
-            cells.append(f"{memory[name]:.2f}")
+        if remembered:
+            cells.append("" if timing.extra_memory is None else f"{timing.extra_memory:.2f}")
         table.add_row(name, *cells)
     console = Console()
     if not console.is_terminal:
