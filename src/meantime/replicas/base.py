@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Protocol
 
 from meantime import arrays, tree
@@ -58,6 +58,10 @@ class Replicas(Protocol):
         """All replicas' values, on a new leading axis of length `size`."""
         ...
 
+    def permute(self, tree: Tree, sources: Sequence[int]) -> Tree:
+        """The values of replica `sources[rank]`; `sources` is a permutation of all ranks."""
+        ...
+
     def shift(self, tree: Tree, by: int) -> Tree:
         """The values of replica `(rank - by) % size`: everyone sends `by` places up a ring."""
         ...
@@ -104,6 +108,21 @@ def check_groups(size: int, group: int) -> None:
     """Refuse a group size that does not divide the world."""
     if not (isinstance(group, int) and group >= 1 and size % group == 0):
         raise ValueError(f"{size} replicas cannot be split into groups of {group!r}")
+
+
+def check_permutation(sources: Sequence[int], size: int) -> list[int]:
+    """The ranks to receive from, of which every replica is one."""
+    ranks = list(sources)
+    if sorted(ranks) != list(range(size)):
+        raise ValueError(
+            f"sources must name each of the {size} replicas once, 0 to {size - 1}, got {sources!r}"
+        )
+    return ranks
+
+
+def rotation(by: int, size: int) -> list[int]:
+    """The permutation of `Replicas.shift`."""
+    return [(rank - by) % size for rank in range(size)]
 
 
 def mean_by_sums(

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 import torch
@@ -14,7 +14,7 @@ from meantime.arrays import Array
 from meantime.codecs import Codec
 from meantime.codecs.layout import local
 from meantime.replicas.agreement import compare_lines, describe
-from meantime.replicas.base import check_groups
+from meantime.replicas.base import check_groups, check_permutation, rotation
 from meantime.replicas.buckets import Buckets
 from meantime.replicas.compressed import compressed_mean
 from meantime.replicas.shards import check, place
@@ -139,14 +139,16 @@ class Distributed:
         return spec.unflatten([torch.stack(column) for column in zip(*rows, strict=True)])
 
     @torch.no_grad()
-    def shift(self, tree: Tree, by: int) -> Tree:
+    def permute(self, tree: Tree, sources: Sequence[int]) -> Tree:
+        places = check_permutation(sources, self.size)
         leaves, spec = self._open(tree)
-        if by % self.size == 0:
+        rank = self.rank
+        if places[rank] == rank:
             return tree
         message = _pack(leaves)
         received = torch.empty_like(message)
         ranks = dist.get_process_group_ranks(self.group)
-        to, source = (ranks[(self.rank + step) % self.size] for step in (by, -by))
+        to, source = ranks[places.index(rank)], ranks[places[rank]]
         requests = dist.batch_isend_irecv(
             [
                 dist.P2POp(dist.isend, message, to, self.group),
@@ -156,6 +158,9 @@ class Distributed:
         for request in requests:
             request.wait()
         return spec.unflatten(_unpack(received, leaves))
+
+    def shift(self, tree: Tree, by: int) -> Tree:
+        return self.permute(tree, rotation(by, self.size))
 
     @torch.no_grad()
     def broadcast(self, tree: Tree, root: int = 0) -> Tree:

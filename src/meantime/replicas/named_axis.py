@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 from meantime import tree
 from meantime.arrays import Array
 from meantime.codecs import Codec
-from meantime.replicas.base import check_groups, mean_by_sums
+from meantime.replicas.base import check_groups, check_permutation, mean_by_sums, rotation
 from meantime.replicas.messages import mean_of_trees
 from meantime.tree import Tree
 
@@ -71,12 +72,16 @@ class NamedAxis:
     def gather(self, values: Tree) -> Tree:
         return tree.map(self._gathered, values)
 
-    def shift(self, values: Tree, by: int) -> Tree:
+    def permute(self, values: Tree, sources: Sequence[int]) -> Tree:
         import jax
 
         size = self.size
-        pairs = [(i, i // size * size + (i % size + by) % size) for i in range(self._world())]
+        ranks = check_permutation(sources, size)
+        pairs = [(i // size * size + ranks[i % size], i) for i in range(self._world())]
         return tree.map(lambda x: jax.lax.ppermute(x, self.name, pairs), values)
+
+    def shift(self, values: Tree, by: int) -> Tree:
+        return self.permute(values, rotation(by, self.size))
 
     def broadcast(self, values: Tree, root: int = 0) -> Tree:
         return tree.map(lambda x: self._gathered(x)[root], values)

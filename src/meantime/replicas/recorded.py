@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -66,6 +67,9 @@ class Recorded:
 
     def gather(self, tree: Tree) -> Tree:
         return self._record("gather", tree)
+
+    def permute(self, tree: Tree, sources: Sequence[int]) -> Tree:
+        return self._record("permute", tree, sources)
 
     def shift(self, tree: Tree, by: int) -> Tree:
         return self._record("shift", tree, by)

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 
 from meantime import arrays, tree
 from meantime.arrays import Array
 from meantime.codecs import Codec
 from meantime.codecs.layout import decoded
-from meantime.replicas.base import check_groups
+from meantime.replicas.base import check_groups, check_permutation, rotation
 from meantime.tree import Tree
 
 
@@ -39,8 +40,12 @@ class Solo:
     def gather(self, values: Tree) -> Tree:
         return tree.map(lambda x: x[None], values)
 
-    def shift(self, tree: Tree, by: int) -> Tree:
+    def permute(self, tree: Tree, sources: Sequence[int]) -> Tree:
+        check_permutation(sources, self.size)
         return tree
+
+    def shift(self, tree: Tree, by: int) -> Tree:
+        return self.permute(tree, rotation(by, self.size))
 
     def broadcast(self, tree: Tree, root: int = 0) -> Tree:
         if root != 0:

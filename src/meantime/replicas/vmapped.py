@@ -7,13 +7,15 @@ or outside of the `vmap`), nested in further `vmap`s, and compiled.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import torch
 from torch import Tensor
 
 from meantime import tree
 from meantime.arrays import Array
 from meantime.codecs import Codec
-from meantime.replicas.base import check_groups, mean_by_sums
+from meantime.replicas.base import check_groups, check_permutation, mean_by_sums, rotation
 from meantime.replicas.messages import mean_of_trees
 from meantime.tree import Tree
 
@@ -77,8 +79,12 @@ class Vmapped:
     def gather(self, values: Tree) -> Tree:
         return tree.map(self._gathered, values)
 
+    def permute(self, values: Tree, sources: Sequence[int]) -> Tree:
+        ranks = check_permutation(sources, self.size)
+        return tree.map(lambda x: self._exchange("permute", x, ranks), values)
+
     def shift(self, values: Tree, by: int) -> Tree:
-        return tree.map(lambda x: self._exchange("shift", x, by), values)
+        return self.permute(values, rotation(by, self.size))
 
     def broadcast(self, values: Tree, root: int = 0) -> Tree:
         return tree.map(lambda x: self._gathered(x)[root], values)
@@ -86,10 +92,10 @@ class Vmapped:
     def _gathered(self, x: Tensor) -> Tensor:
         return self._exchange("gather", x)
 
-    def _exchange(self, kind: str, x: Tensor, by: int = 0) -> Tensor:
+    def _exchange(self, kind: str, x: Tensor, sources: Sequence[int] = ()) -> Tensor:
         if torch.compiler.is_compiling():
-            return _exchange(x, x, kind, self.world, self.size, by)
-        arguments = (x, self._axis(), kind, self.world, self.size, by)
+            return _exchange(x, x, kind, self.world, self.size, sources)
+        arguments = (x, self._axis(), kind, self.world, self.size, sources)
         exchanged: Tensor = _Exchange.apply(*arguments)  # type: ignore[no-untyped-call]
         return exchanged
 
@@ -110,10 +116,12 @@ class Vmapped:
 # that all replicas share need no replica axis.
 
 
-def _together(kind: str, stacked: Tensor, by: int) -> tuple[Tensor, int | None]:
+def _together(
+    kind: str, stacked: Tensor, sources: Sequence[int]
+) -> tuple[Tensor, int | None]:
     groups, size = stacked.shape[:2]
-    if kind == "shift":
-        return stacked.roll(by, 1).flatten(0, 1), 0
+    if kind == "permute":
+        return stacked[:, list(sources)].flatten(0, 1), 0
     result = stacked.sum(1) if kind == "sum" else stacked
     # A custom operator must not return a view of what it was given.
     return (result[0].clone(), None) if groups == 1 else (result.repeat_interleave(size, 0), 0)
@@ -121,13 +129,13 @@ def _together(kind: str, stacked: Tensor, by: int) -> tuple[Tensor, int | None]:
 
 def _alike(kind: str, x: Tensor, size: int) -> Tensor:
     """The result where all replicas share `x`."""
-    if kind == "shift":
+    if kind == "permute":
         return x.clone()
     return x * size if kind == "sum" else x.expand(size, *x.shape).clone()
 
 
 def _vmap_rule(  # type: ignore[no-untyped-def]
-    info, in_dims, x, level, kind, world, size, by
+    info, in_dims, x, level, kind, world, size, sources
 ) -> tuple[Tensor, int | None]:
     if info.batch_size != world:
         raise ValueError(
@@ -135,7 +143,7 @@ def _vmap_rule(  # type: ignore[no-untyped-def]
         )
     dim = in_dims[0]
     x = x.expand(world, *x.shape) if dim is None else x.movedim(dim, 0)
-    return _together(kind, x.unflatten(0, (world // size, size)), by)
+    return _together(kind, x.unflatten(0, (world // size, size)), sources)
 
 
 class _Exchange(torch.autograd.Function):
@@ -145,7 +153,9 @@ class _Exchange(torch.autograd.Function):
     vmap = staticmethod(_vmap_rule)
 
     @staticmethod
-    def forward(x: Tensor, level: Tensor, kind: str, world: int, size: int, by: int) -> Tensor:
+    def forward(
+        x: Tensor, level: Tensor, kind: str, world: int, size: int, sources: Sequence[int]
+    ) -> Tensor:
         return _alike(kind, x, size)
 
     @staticmethod
@@ -156,22 +166,27 @@ class _Exchange(torch.autograd.Function):
     @staticmethod
     def backward(ctx, grad):  # type: ignore[no-untyped-def]
         (level,) = ctx.saved_tensors
-        kind, world, size, by = ctx.geometry
+        kind, world, size, sources = ctx.geometry
         if kind == "gather":
             raise NotImplementedError("Vmapped.gather cannot be differentiated inside of vmap")
-        arguments = (grad, level, kind, world, size, -by)
+        inverse = [sources.index(rank) for rank in range(len(sources))]
+        arguments = (grad, level, kind, world, size, inverse)
         exchanged = _Exchange.apply(*arguments)  # type: ignore[no-untyped-call]
         return exchanged, None, None, None, None, None
 
 
 # `torch.compile` does not see the vmap rule of an autograd function, but that of an operator.
 @torch.library.custom_op("meantime::exchange", mutates_args=())
-def _exchange(x: Tensor, level: Tensor, kind: str, world: int, size: int, by: int) -> Tensor:
+def _exchange(
+    x: Tensor, level: Tensor, kind: str, world: int, size: int, sources: Sequence[int]
+) -> Tensor:
     return _alike(kind, x, size)
 
 
 @_exchange.register_fake
-def _(x: Tensor, level: Tensor, kind: str, world: int, size: int, by: int) -> Tensor:
+def _(
+    x: Tensor, level: Tensor, kind: str, world: int, size: int, sources: Sequence[int]
+) -> Tensor:
     return x.new_empty(size, *x.shape) if kind == "gather" else torch.empty_like(x)
 
 

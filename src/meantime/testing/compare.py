@@ -9,7 +9,7 @@ import optree
 import torch
 from torch import Tensor
 
-from meantime import tree
+from meantime import arrays, tree
 from meantime.tree import Tree
 
 ROUNDINGS = 16.0
@@ -79,6 +79,26 @@ def close(
             agree = _equal_bits(a, b)
         if not agree:
             raise Difference(path, f"{claim}: found {a}, expected {b}")
+
+
+def larger(values: Tree, drawn: Tree) -> Tree:
+    """The scale of values that may be what is left of much larger ones, those that were drawn,
+    and that may depend on all of these, by a norm, which is as exact as the coarsest of them."""
+
+    def sizes(x: Tensor) -> Tensor:
+        return x.detach().double().abs().reshape(-1)
+
+    def unit(x: Tensor) -> float:
+        return torch.finfo(arrays.wide_dtype(x)).eps if x.is_floating_point() else 0.0
+
+    others = [sizes(x) for x in tree.leaves(drawn)]
+    coarsest = max(map(unit, tree.leaves(drawn)), default=0.0)
+
+    def scale(x: Tensor) -> Tensor:
+        own = unit(x) or 1.0
+        return torch.cat([sizes(x), *others]) * max(coarsest / own, 1.0)
+
+    return tree.map(scale, values)
 
 
 def _rows(name: str, found: Tree, wanted: Tree) -> Iterator[tuple[str, Any, Any]]:

@@ -16,7 +16,7 @@ from meantime import tree
 from meantime.keywords import pick
 from meantime.state import load_state_dict, state_dict
 from meantime.testing.cases import Case, call, law, local_step, recorded, require, snapshot
-from meantime.testing.compare import close, same_bits, same_form
+from meantime.testing.compare import close, larger, same_bits, same_form
 from meantime.transform import Transform, apply_updates, step
 from meantime.tree import Tree
 
@@ -87,13 +87,7 @@ def any_layout(tx: Transform, case: Case) -> None:
             ("params", params, packed_params),
             ("state", state, packed_state),
         ):
-            close(name, found, wanted, claim, scale=_with_drawn(wanted, packed))
-
-
-def _with_drawn(values: Tree, case: Case) -> Tree:
-    """The sizes of values that may be what is left of much larger ones: those that were drawn."""
-    drawn = [x.detach().double().abs().flatten() for x in tree.leaves((case.params, case.grads))]
-    return tree.map(lambda x: torch.cat([x.detach().double().abs().flatten(), *drawn]), values)
+            close(name, found, wanted, claim, scale=larger(wanted, (packed.params, packed.grads)))
 
 
 def _packed(x: torch.Tensor) -> torch.Tensor:

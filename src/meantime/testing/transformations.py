@@ -13,7 +13,7 @@ import torch
 
 from meantime import tree
 from meantime.testing.cases import Case, law, local_step, on_leaves, require, vmapped
-from meantime.testing.compare import close, same_bits
+from meantime.testing.compare import close, larger, same_bits
 from meantime.transform import Transform
 from meantime.tree import Tree
 
@@ -66,8 +66,11 @@ def vectorises(tx: Transform, case: Case) -> None:
         looped = [one(g, *pair) for g, pair in zip(problems(grads), looped, strict=True)]
         batched = vmapped(one, stack(problems(grads)), *batched)
         claim = "vmap over problems differs from a loop over them"
-        close("params", batched[0], stack([p for p, _ in looped]), claim)
-        close("state", batched[1], stack([s for _, s in looped]), claim)
+        for name, found, wanted in (
+            ("params", batched[0], stack([p for p, _ in looped])),
+            ("state", batched[1], stack([s for _, s in looped])),
+        ):
+            close(name, found, wanted, claim, scale=larger(wanted, (case.params, case.grads)))
 
 
 @law
@@ -125,7 +128,8 @@ def runs_on_jax(tx: Transform, case: Case) -> None:
     for grads in steps:
         on_torch = one(grads, *on_torch)
         on_jax = rebuild(jitted(tree.leaves((to_jax(grads), *on_jax))))
-        close("", to_torch(on_jax), on_torch, "JAX and torch differ", roundings=64)
+        scale = larger(on_torch, (params, steps))
+        close("", to_torch(on_jax), on_torch, "JAX and torch differ", scale=scale, roundings=64)
 
 
 def _cast(values: Tree, dtype: torch.dtype) -> Tree:
