@@ -15,7 +15,7 @@ A branch that was not taken never leaks: the select is `where`, not arithmetic w
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import optree
@@ -84,6 +84,19 @@ def cond(predicate: Array, yes: Callable[..., Any], no: Callable[..., Any], *ope
     if _batched(predicate):
         return select(predicate, lambda: yes(*operands), lambda: no(*operands))
     return _torch_cond(predicate, yes, no, operands)
+
+
+def switch(index: Array, branches: Sequence[Callable[..., Any]], *operands: Any) -> Any:
+    """`branches[index](*operands)`, of a 0-d index; see `cond`."""
+    if len(branches) == 1:
+        return branches[0](*operands)
+    half = len(branches) // 2
+    return cond(
+        index < half,
+        lambda *values: switch(index, branches[:half], *values),
+        lambda *values: switch(index - half, branches[half:], *values),
+        *operands,
+    )
 
 
 def is_concrete(x: Array) -> bool:

@@ -19,6 +19,21 @@ class OuterState(NamedTuple):
     optimizer: Any
 
 
+def anchor_of(params: Tree, who: str) -> Tree:
+    """A copy of the parameters in at least float32.
+
+    Raises:
+        TypeError: a leaf is an integer or a bool, which takes no fractions of steps.
+    """
+    for path, leaf in zip(tree.paths(params), tree.leaves(params), strict=True):
+        if not arrays.is_inexact(leaf):
+            raise TypeError(
+                f"{who}(...) steps floating point parameters, but {path or 'the parameter'} "
+                f"is {leaf.dtype}: keep it out of the tree"
+            )
+    return copy(params, wide=True)
+
+
 @leafwise
 def _difference(anchor: Array, params: Array) -> Array:
     return anchor - params
@@ -62,13 +77,7 @@ def outer(optimizer: Any) -> Transform:
     inner = as_transform(optimizer)
 
     def init(params: Tree) -> OuterState:
-        for path, leaf in zip(tree.paths(params), tree.leaves(params), strict=True):
-            if not arrays.is_inexact(leaf):
-                raise TypeError(
-                    f"outer(...) steps floating point parameters, but {path or 'the parameter'} "
-                    f"is {leaf.dtype}: keep it out of the tree"
-                )
-        anchor = copy(params, wide=True)
+        anchor = anchor_of(params, "outer")
         return OuterState(anchor, inner.init(anchor))
 
     @forwards(inner.update, inner.average)
