@@ -135,12 +135,37 @@ def test_equal_replicas(size: int, params: Any) -> None:
     close("params", found, everywhere, "equal replicas moved", roundings=1.0)
 
 
+def nesterov(*members: Any) -> mt.Transform:
+    return mt.outer(mt.chain(*members, mt.sgd(0.7, momentum=0.9, nesterov=True)))
+
+
+def compressed(codec: mt.Codec) -> mt.Transform:
+    return nesterov(mt.error_feedback(codec), mt.mean(codec=codec))
+
+
+DELTA_METHODS = {
+    "diloco": lambda: nesterov(mt.mean()),
+    "adam": lambda: mt.outer(mt.chain(mt.mean(), mt.adam(0.1))),
+    "slowmo": lambda: mt.outer(mt.chain(mt.mean(), mt.slow_momentum(0.1))),
+    "eager": lambda: nesterov(mt.eager_mean()),
+    "overlapped": mt.overlapped,
+    "delayed": lambda: mt.delayed(
+        mt.periodic(nesterov(mt.mean()), every=1), steps=1, merge="delta"
+    ),
+    "bf16": lambda: compressed(mt.codecs.bf16()),
+    "int8": lambda: compressed(mt.codecs.int8()),
+    "int4": lambda: compressed(mt.codecs.int4()),
+    "topk": lambda: compressed(mt.codecs.topk(0.3)),
+    "powersgd": lambda: nesterov(mt.codecs.powersgd(1)),
+}
+
+
+@pytest.mark.parametrize("name", DELTA_METHODS)
 @given(replica_counts(8), trees(dtypes=[torch.float32, torch.bfloat16]))
-def test_replicas_that_stayed_at_the_anchor(size: int, params: Any) -> None:
+def test_replicas_that_stayed_at_the_anchor(name: str, size: int, params: Any) -> None:
     """Differences from an anchor are exactly zero, and so is their mean."""
     everywhere = tree.map(lambda x: x.expand(size, *x.shape).clone(), params)
-    tx = mt.outer(mt.chain(mt.mean(), mt.sgd(0.7, momentum=0.9, nesterov=True)))
-    found, _ = synchronised(tx, size, everywhere, start=params)
+    found, _ = synchronised(DELTA_METHODS[name](), size, everywhere, start=params)
     same_bits("params", found, everywhere, "replicas that did not move were moved")
 
 
