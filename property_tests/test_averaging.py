@@ -139,10 +139,6 @@ def nesterov(*members: Any) -> mt.Transform:
     return mt.outer(mt.chain(*members, mt.sgd(0.7, momentum=0.9, nesterov=True)))
 
 
-def compressed(codec: mt.Codec) -> mt.Transform:
-    return nesterov(mt.error_feedback(codec), mt.mean(codec=codec))
-
-
 DELTA_METHODS = {
     "diloco": lambda: nesterov(mt.mean()),
     "adam": lambda: mt.outer(mt.chain(mt.mean(), mt.adam(0.1))),
@@ -152,10 +148,6 @@ DELTA_METHODS = {
     "delayed": lambda: mt.delayed(
         mt.periodic(nesterov(mt.mean()), every=1), steps=1, merge="delta"
     ),
-    "bf16": lambda: compressed(mt.codecs.bf16()),
-    "int8": lambda: compressed(mt.codecs.int8()),
-    "int4": lambda: compressed(mt.codecs.int4()),
-    "topk": lambda: compressed(mt.codecs.topk(0.3)),
     "powersgd": lambda: nesterov(mt.codecs.powersgd(1)),
 }
 
