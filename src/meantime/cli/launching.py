@@ -21,7 +21,8 @@ from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
 from torch.distributed.launcher.api import LaunchConfig, elastic_launch
 
 LOOPBACK = {"linux": "lo", "darwin": "lo0"}.get(sys.platform)
-# Those that the launcher takes over.
+Handler = Callable[[int, Any], None] | signal.Handlers
+# Those that end a process.
 SIGNALS = [
     getattr(signal, name)
     for name in ("SIGINT", "SIGTERM", "SIGHUP", "SIGQUIT")
@@ -55,7 +56,7 @@ def launch(function: Callable[..., Any], replicas: int, *arguments: Any) -> list
     with (
         tempfile.TemporaryDirectory(prefix="meantime-") as name,
         _environment(),
-        _signals(),
+        handling(),  # the launcher replaces them
         _silent(Path(name, "stderr")),
     ):
         folder = Path(name)
@@ -138,10 +139,14 @@ def _environment() -> Iterator[None]:
 
 
 @contextmanager
-def _signals() -> Iterator[None]:
-    """Give back the signal handlers that the launcher replaces."""
+def handling(handler: Handler | None = None) -> Iterator[None]:
+    """Give the signals that end a process to a handler, if there is one; whatever handles them at
+    the end, those who did before do so again."""
     before = {s: signal.getsignal(s) for s in SIGNALS}
     try:
+        if handler is not None:
+            for number in SIGNALS:
+                signal.signal(number, handler)
         yield
     finally:
         for number, handler in before.items():

@@ -13,12 +13,11 @@ import shutil
 import signal
 import subprocess
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Any
 
-from meantime.cli.launching import SIGNALS, Interrupted
+from meantime.cli.launching import Interrupted, handling
 
 INTERFACE = "eth0"
 """What every host calls its interface."""
@@ -118,13 +117,13 @@ def connected(hosts: int, rate: int) -> Iterator[Network]:
     if reason is not None:
         raise NetworkError(reason)
     network = Network(f"meantime-{os.getpid()}", hosts, rate)
-    with _handled(_interrupt):
+    with handling(_interrupt):
         try:
             for command in network.commands():
                 _run(command)
             yield network
         finally:
-            with _handled(signal.SIG_IGN):
+            with handling(signal.SIG_IGN):
                 for namespace in network.namespaces:
                     _ip_or_tc(f"ip netns delete {namespace}")  # it may not have been added
 
@@ -144,14 +143,3 @@ def _ip_or_tc(command: str) -> subprocess.CompletedProcess[str]:
 
 def _interrupt(number: int, frame: object) -> None:
     raise Interrupted(number)
-
-
-@contextmanager
-def _handled(handler: Callable[[int, Any], None] | signal.Handlers) -> Iterator[None]:
-    """Give the signals that would end the process to a handler."""
-    before = {number: signal.signal(number, handler) for number in SIGNALS}
-    try:
-        yield
-    finally:
-        for number, previous in before.items():
-            signal.signal(number, previous)
