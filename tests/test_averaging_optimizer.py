@@ -247,9 +247,52 @@ def test_errors():
     for option in ("buffers", "optimizer_state", "start"):
         with pytest.raises(ValueError, match=f"{option} must be one of .* got 'none'"):
             wrapped(model, **{option: "none"})
-    optimizer = wrapped(model, mt.local_sgd(mt.sgd(0.1), every=2))
     with pytest.raises(ValueError, match=r"identity\(\)"):
-        train(model, optimizer, 1)
+        wrapped(model, mt.local_sgd(mt.sgd(0.1), every=2))
+    optimizer = wrapped(model, mt.local_sgd(mt.identity(), every=2))
+    before = values(model)
+    for name in ("value", "now", "counts"):
+        with pytest.raises(TypeError, match=f"takes no '{name}'"):
+            optimizer.step(**{name: True})
+    assert_equal(values(model), before)
+
+
+def test_a_step_hands_the_averager_what_it_names():
+    model = network()
+    optimizer = wrapped(model, mt.periodic(mt.average_params(), every=mt.adacomm(4, block=4)))
+    for step in range(8):
+        for parameter in model.parameters():
+            parameter.grad = torch.ones_like(parameter)
+        optimizer.step(value=torch.tensor(1.0 if step < 4 else 0.01))
+    assert mt.find(optimizer.averager_state, mt.AdaCommState).period == 1
+
+
+class Failing(mt.Solo):
+    """Its mean fails at the second call."""
+
+    calls = 0
+
+    def mean(self, tree, **options):
+        self.calls += 1
+        if self.calls == 2:
+            raise RuntimeError("a peer is gone")
+        return mt.tree.map(lambda x: x + 1, tree)
+
+
+def test_averaged_parameters_that_fail_leave_nothing_behind():
+    model = torch.nn.Sequential(torch.nn.Linear(2, 2), torch.nn.BatchNorm1d(2))
+    optimizer = AveragingOptimizer(
+        torch.optim.SGD(model.parameters(), lr=0.1),
+        mt.average_params(),
+        replicas=mt.Solo(),
+        model=model,
+    )
+    optimizer._world = Failing()
+    before = copy.deepcopy(model.state_dict())
+    with pytest.raises(RuntimeError, match="a peer is gone"), optimizer.averaged_parameters():
+        pass
+    assert_equal(list(model.state_dict().values()), list(before.values()))
+    optimizer.step()
 
 
 # --- whatever a plain optimizer can do -------------------------------------------------------

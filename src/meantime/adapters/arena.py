@@ -6,10 +6,10 @@ from collections.abc import Iterable
 
 import torch
 from torch import Tensor
-from torch.nn.parameter import is_lazy
 
 from meantime._foreach import plain
 from meantime.replicas.pieces import is_aligned
+from meantime.replicas.shards import without_values
 
 
 @torch.no_grad()
@@ -77,13 +77,11 @@ def arena(parameters: Iterable[Tensor]) -> list[Tensor]:
 
 def _check(x: Tensor, i: int) -> None:
     """Refuse what cannot be moved."""
-    if is_lazy(x):
-        raise TypeError(f"parameter {i} has no values yet: run a batch through the model first")
+    if (lack := without_values(x)) is not None:
+        raise TypeError(f"parameter {i} {lack}")
     who = f"parameter {i}, {list(x.shape)},"
     if not plain(x):
         raise TypeError(f"{who} is a {type(x).__name__}, which does not live in ordinary memory")
-    if x.is_meta:
-        raise TypeError(f"{who} is on the meta device: materialise the model first (to_empty)")
     if x.layout is not torch.strided:
         raise TypeError(f"{who} has the layout {x.layout}: only strided ones can be moved")
     if x.grad_fn is not None:

@@ -3,15 +3,19 @@
 from __future__ import annotations
 
 import operator
+from collections.abc import Mapping
 from typing import Any
 
 import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
+from meantime.adapters.in_place import write
 from meantime.adapters.start import check_parameters
 from meantime.adapters.synchronisation import Recorder
 from meantime.averaging import PeriodicState
+from meantime.keywords import CONTRACT, pick
+from meantime.replicas import Solo
 from meantime.replicas.base import Levels
 from meantime.state import find_all, load_state_dict, state_dict
 from meantime.transform import as_transform
@@ -36,8 +40,8 @@ class Averaging:
         self.optimizer = optimizer
         self.averager = as_transform(averager)
         self.recorder = Recorder(replicas)
-        self._direction_known = False
         self.admit()
+        self._check_direction()
 
     def admit(self) -> None:
         """Look again who takes part, with a new state."""
@@ -72,6 +76,14 @@ class Averaging:
         """Those who take part."""
         return [p for p in self.tree if p is not None]
 
+    def check(self, extra: dict[str, Any]) -> None:
+        """Refuse extra arguments of a step that the averager does not name."""
+        for name in extra:
+            given = {name: extra[name]}
+            named = pick(self.averager.average, given) or pick(self.averager.update, given)
+            if not named or name in CONTRACT | {"counts", "step"}:
+                raise TypeError(f"step: {self.averager!r} takes no {name!r}")
+
     @property
     def warming_up(self) -> bool:
         rounds = find_all(self.state, PeriodicState)
@@ -87,7 +99,10 @@ class Averaging:
         """`average` the parameters; whether that communicated, as the recorder has it."""
         parameters = self.tree
         averaged, self.state = self.averager.average(
-            parameters, self.state, replicas=self.recorder.levels, donate=True, **extra
+            *(parameters, self.state),
+            replicas=self.recorder.levels,
+            donate=True,
+            **pick(self.averager.average, extra),
         )
         if averaged is not parameters:
             write(parameters, averaged)
@@ -101,19 +116,14 @@ class Averaging:
             None if p is None else torch.zeros_like(p) if p.grad is None else p.grad
             for p in parameters
         ]
-        before = None
-        if not self._direction_known:
-            before = [None if g is None else g.clone() for g in gradients]
         updates, self.state = self.averager.update(
             *(gradients, self.state, parameters),
             replicas=self.recorder.levels,
             donate=True,
-            **extra,
+            **pick(self.averager.update, extra),
         )
         communicated = self.recorder.communicated
         self.recorder.clear()
-        if before is not None and not communicated:
-            self._check_direction(before, updates)
         for p, gradient in zip(parameters, updates, strict=True):
             if p is None or gradient is p.grad:
                 continue
@@ -123,18 +133,18 @@ class Averaging:
                 p.grad = gradient
         return communicated
 
-    def _check_direction(self, gradients: list[Any], updates: list[Any]) -> None:
-        if float(vdot(gradients, updates).real) < 0:
+    @torch.no_grad()
+    def _check_direction(self) -> None:
+        """Refuse a transform that makes steps of gradients, by what it makes of ones."""
+        if not self.averager.updates:
+            return
+        ones = [None if p is None else torch.ones((1,) * p.ndim, dtype=p.dtype) for p in self._tree]
+        levels = self.recorder.levels
+        alone = {name: Solo() for name in levels} if isinstance(levels, Mapping) else Solo()
+        state = self.averager.init(ones)
+        updates, _ = self.averager.update(ones, state, ones, replicas=alone)
+        if float(vdot(ones, updates).real) < 0:
             raise ValueError(
                 f"{self.averager!r} turns gradients into steps, but here the steps are made by "
                 f"{type(self.optimizer).__name__}: give the recipe identity() for its inner one"
             )
-        self._direction_known = True
-
-
-@torch.no_grad()
-def write(tensors: list[Any], values: list[Any]) -> None:
-    """Copy values into tensors that are not those values already."""
-    for tensor, value in zip(tensors, values, strict=True):
-        if value is not tensor:
-            tensor.copy_(value)

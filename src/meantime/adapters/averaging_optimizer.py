@@ -13,16 +13,17 @@ from torch.distributed.algorithms.join import Join, Joinable
 from torch.optim import Optimizer
 
 from meantime.adapters.arena import arena as move_to_arena
-from meantime.adapters.averaging import Averaging, write
-from meantime.adapters.companions import average_finite, optimizer_tensors, persistent_buffers
+from meantime.adapters.averaging import Averaging
+from meantime.adapters.companions import Companions
+from meantime.adapters.in_place import write
 from meantime.adapters.joining import OutOfData
 from meantime.adapters.packing import PREFIX, pack, unpack
-from meantime.adapters.start import check_choice, check_optimizer, equal_start
+from meantime.adapters.start import check_choice, equal_start
 from meantime.adapters.synchronisation import Synchronisation
 from meantime.adapters.wrapper import OptimizerWrapper, eagerly
 from meantime.averaging import OuterState, TrajectoryState, average_params, averaged_params
 from meantime.keywords import pick
-from meantime.replicas.base import Levels, Replicas
+from meantime.replicas.base import Levels
 from meantime.state import find_all, load_state_dict, state_dict
 from meantime.transform import Transform
 
@@ -104,9 +105,6 @@ class AveragingOptimizer(OptimizerWrapper, Joinable):
         arena: bool = False,
         on_synchronisation: Callable[[Synchronisation], None] | None = None,
     ):
-        check_optimizer(optimizer)
-        check_choice("buffers", buffers, ("mean", "broadcast", "ignore"))
-        check_choice("optimizer_state", optimizer_state, ("keep", "average", "reset"))
         check_choice("start", start, ("broadcast", "check"))
         OptimizerWrapper.__init__(self, optimizer)
         Joinable.__init__(self)
@@ -115,15 +113,15 @@ class AveragingOptimizer(OptimizerWrapper, Joinable):
         self.last_synchronisation: Synchronisation | None = None
         self._averaging = Averaging(optimizer, averager, replicas)
         self._world = self._averaging.recorder.world
-        self._buffers = [] if model is None or buffers == "ignore" else persistent_buffers(model)
-        self._policies = (buffers, optimizer_state)
+        self._companions = Companions(optimizer, model, buffers, optimizer_state)
+        self._extra: dict[str, Any] = {}  # arguments of the present step
         self._steps = 0
         self._equal = True  # whether the parameters are those of all replicas
         self._shown = False  # whether they stand aside for averaged ones
         if arena:
             move_to_arena(self._averaging.parameters)
         parameters = self._averaging.everyone  # frozen ones too
-        equal_start(self.averager, parameters, self._buffers, self._world, start)
+        equal_start(self.averager, parameters, self._companions.buffers, self._world, start)
         self._averaging.admit()  # what the state holds of the parameters is that of replica 0
 
     @property
@@ -142,6 +140,28 @@ class AveragingOptimizer(OptimizerWrapper, Joinable):
         return self._averaging.warming_up
 
     # --- steps ---------------------------------------------------------------------------------
+
+    def step(self, closure: Callable[[], Any] | None = None, **extra: Any) -> Any:
+        """Step the optimizer inside, then average if that is due.
+
+        Args:
+            closure: handed to the optimizer inside.
+            extra: what the averager names, such as `weight=tokens` or `value=loss`.
+
+        Returns:
+            What the `step` of the optimizer inside returns; None if it was skipped.
+
+        Raises:
+            TypeError: the averager does not name an extra argument; nothing is stepped then.
+        """
+        self._averaging.check(extra)
+        self._extra = extra
+        try:
+            return super().step(closure)
+        finally:
+            self._extra = {}
+
+    step.hooked = True  # type: ignore[attr-defined]
 
     def _step(self, closure: Callable[[], Any] | None = None) -> Any:
         if self._shown:
@@ -179,7 +199,7 @@ class AveragingOptimizer(OptimizerWrapper, Joinable):
 
         Collective. It counts as no step and moves no scheduled synchronisation.
         """
-        self._average(now=True, **pick(self.averager.average, {"counts": False}))
+        self._average(now=True, counts=False)
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """Add parameters to the optimizer inside and to the averaging. Collective: their values
@@ -192,28 +212,27 @@ class AveragingOptimizer(OptimizerWrapper, Joinable):
     @eagerly
     @torch.no_grad()
     def _average_gradients(self, **extra: Any) -> bool:
-        return self._averaging.update_gradients(**extra)
+        return self._averaging.update_gradients(**self._extra, **extra)
 
     @eagerly
     @torch.no_grad()
     def _average(self, **extra: Any) -> None:
         began = time.perf_counter()
+        extra = {**self._extra, **extra}
         self._averaging.recorder.measure(self.on_synchronisation is not None)
         communicated = self._averaging.average(**extra)
         if extra.get("counts", True):
             self._steps += 1
             self._equal = False
         if communicated:
-            self._synchronised(began, **extra)
+            self._synchronised(began, extra.get("now", False), extra.get("weight"))
 
-    def _synchronised(
-        self, began: float, *, now: bool = False, weight: Any = None, counts: bool = True
-    ) -> None:
+    def _synchronised(self, began: float, now: bool, weight: Any) -> None:
         """What comes after a synchronisation of the parameters."""
         recorder = self._averaging.recorder
         self._equal = recorder.globally and (now or self._averaging.between_rounds)
         recorder.measure(False)
-        self._synchronise_companions(recorder.reached, weight)
+        self._companions.synchronise(self._averaging.parameters, recorder.reached, weight)
         outer = bool(find_all(self.averager_state, OuterState))
         done = recorder.summary(self._steps, time.perf_counter() - began, outer)
         recorder.clear()
@@ -221,20 +240,6 @@ class AveragingOptimizer(OptimizerWrapper, Joinable):
         _LOGGER.info("%s", done)
         if self.on_synchronisation is not None:
             self.on_synchronisation(done)
-
-    def _synchronise_companions(self, world: Replicas, weight: Any) -> None:
-        buffers, optimizer_state = self._policies
-        if buffers == "broadcast" and self._buffers:
-            write(self._buffers, world.broadcast(self._buffers))
-        elif buffers == "mean":
-            average_finite(self._buffers, world, weight)
-        parameters = self._averaging.parameters
-        if optimizer_state == "average":
-            moments = optimizer_tensors(self.optimizer, parameters, world)
-            average_finite(moments, world, weight)
-        elif optimizer_state == "reset":
-            for parameter in parameters:
-                self.state.pop(parameter, None)
 
     # --- evaluation ----------------------------------------------------------------------------
 
@@ -247,27 +252,25 @@ class AveragingOptimizer(OptimizerWrapper, Joinable):
         along the trajectory (`ema`, `swa`, `lawa`) the parameters hold the mean of that one.
         Afterwards everything is what it was, bit for bit. Collective.
         """
-        parameters = self._averaging.parameters
-        own = [*parameters, *self._buffers]
+        own = [*self._averaging.parameters, *self._companions.buffers]
         saved = [x.detach().clone() for x in own]
-        values = parameters
-        if find_all(self.averager_state, TrajectoryState):
-            averages = averaged_params(self.averager_state, self._averaging.tree)
-            values = [x for x in averages if x is not None]
-        with torch.no_grad():
-            means = average_params()
-            values, _ = means.average(values, means.init(values), replicas=self._world)
-            write(parameters, values)
-            if self._policies[0] == "broadcast" and self._buffers:
-                write(self._buffers, self._world.broadcast(self._buffers))
-            else:
-                average_finite(self._buffers, self._world)
         self._shown = True
         try:
+            self._show_averages()
             yield
         finally:
             self._shown = False
             write(own, saved)
+
+    @torch.no_grad()
+    def _show_averages(self) -> None:
+        values = self._averaging.tree
+        if find_all(self.averager_state, TrajectoryState):
+            values = averaged_params(self.averager_state, values)
+        means = average_params()
+        values, _ = means.average(values, means.init(values), replicas=self._world)
+        write(self._averaging.tree, values)
+        self._companions.synchronise_buffers(self._world)
 
     # --- checkpoints ---------------------------------------------------------------------------
 

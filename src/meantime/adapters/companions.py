@@ -6,23 +6,59 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.nn import Module
+from torch.optim import Optimizer
 
+from meantime.adapters.in_place import write
+from meantime.adapters.start import check_choice
 from meantime.arrays import is_inexact
 from meantime.replicas.agreement import compare_lines
 from meantime.replicas.base import Replicas
 from meantime.tree import all_finite
 
 
-def persistent_buffers(model: torch.nn.Module) -> list[Tensor]:
+class Companions:
+    """What is synchronised after the parameters, by the policies of `AveragingOptimizer`.
+
+    Attributes:
+        buffers: those of the model that take part, each once.
+    """
+
+    def __init__(
+        self, optimizer: Optimizer, model: Module | None, buffers: str, optimizer_state: str
+    ):
+        check_choice("buffers", buffers, ("mean", "broadcast", "ignore"))
+        check_choice("optimizer_state", optimizer_state, ("keep", "average", "reset"))
+        self.buffers = [] if model is None or buffers == "ignore" else _persistent(model)
+        self._optimizer = optimizer
+        self._broadcast, self._optimizer_state = buffers == "broadcast", optimizer_state
+
+    def synchronise(self, parameters: list[Tensor], world: Replicas, weight: Any) -> None:
+        """After a synchronisation of these parameters."""
+        self.synchronise_buffers(world, weight)
+        if self._optimizer_state == "average":
+            average_finite(_moments(self._optimizer, parameters, world), world, weight)
+        elif self._optimizer_state == "reset":
+            for parameter in parameters:
+                self._optimizer.state.pop(parameter, None)
+
+    def synchronise_buffers(self, world: Replicas, weight: Any = None) -> None:
+        if not self.buffers:
+            return
+        if self._broadcast:
+            write(self.buffers, world.broadcast(self.buffers))
+        else:
+            average_finite(self.buffers, world, weight)
+
+
+def _persistent(model: Module) -> list[Tensor]:
     """The buffers that belong to a checkpoint (the others are constants), each once."""
     saved = model.state_dict().keys()
     found = {id(buffer): buffer for name, buffer in model.named_buffers() if name in saved}
     return list(found.values())
 
 
-def optimizer_tensors(
-    optimizer: torch.optim.Optimizer, parameters: list[Tensor], world: Replicas
-) -> list[Tensor]:
+def _moments(optimizer: Optimizer, parameters: list[Tensor], world: Replicas) -> list[Tensor]:
     """The state tensors that are shaped like their parameters: moments, but no counters.
 
     Raises:

@@ -11,6 +11,7 @@ from torch.optim import Optimizer
 
 from meantime import tree
 from meantime._foreach import transforming
+from meantime.adapters.wrapper import eagerly
 from meantime.arrays import Array
 from meantime.control import counter, increment
 from meantime.made import made
@@ -19,7 +20,6 @@ from meantime.transform import Transform
 from meantime.tree import Tree
 
 Slots = dict[str, Tensor]
-_eager = torch._disable_dynamo  # type: ignore[attr-defined]
 
 
 class TorchState(NamedTuple):
@@ -152,7 +152,7 @@ def from_torch(optimizer_class: type[Optimizer], **hyperparameters: Any) -> Tran
         return stepped(updates, state, params, in_place=donate, donate=donate)
 
     # Under `torch.compile` these are breaks of the graph: what is built in them is no constant.
-    init, stepped = _eager(init), _eager(stepped)
+    init, stepped = eagerly(init), eagerly(stepped)
     tx = Transform(init, update)
     tx.update.apply = apply  # type: ignore[attr-defined]
     return tx

@@ -6,8 +6,6 @@ from typing import TYPE_CHECKING
 
 from torch.distributed.algorithms.join import JoinHook
 
-from meantime.keywords import pick
-
 if TYPE_CHECKING:
     from meantime.adapters.averaging_optimizer import AveragingOptimizer
 
@@ -20,8 +18,7 @@ class OutOfData(JoinHook):
 
     def main_hook(self) -> None:
         self.optimizer.zero_grad()
-        averager = self.optimizer.averager
-        if averager.updates:
-            self.optimizer._average_gradients(**pick(averager.update, {"weight": 0.0}))
+        if self.optimizer.averager.updates:
+            self.optimizer._average_gradients(weight=0.0)
             self.optimizer.zero_grad()
         self.optimizer._average(weight=0.0)

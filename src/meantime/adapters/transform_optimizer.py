@@ -13,6 +13,7 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from meantime import tree
+from meantime.adapters.in_place import write
 from meantime.adapters.per_parameter import Layout, layout, new_entries, restored_entries
 from meantime.transform import Transform, as_transform, step
 
@@ -161,9 +162,7 @@ class TransformOptimizer(Optimizer):
             own = rule.layout_of(alike)
             grads = [p.grad for p in alike]
             values, state = step(tx, grads, alike, own.join(entries), donate=True)
-            for parameter, value in zip(alike, values, strict=True):
-                if value is not parameter:
-                    parameter.copy_(value)
+            write(alike, values)
             own.split(state, entries)
 
     def _rule(self, i: int) -> _Rule:

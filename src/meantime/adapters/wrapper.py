@@ -36,8 +36,7 @@ class OptimizerWrapper(Optimizer):
     _step_supports_amp_scaling = True
 
     def __init__(self, optimizer: Optimizer):
-        if not isinstance(optimizer, Optimizer):
-            raise TypeError(f"expected a torch.optim.Optimizer, got {optimizer!r}")
+        _check(optimizer)
         self.optimizer = optimizer
         # What `Optimizer.__init__` sets up, less parameter groups and state of its own.
         super().__setstate__({})
@@ -169,6 +168,18 @@ class OptimizerWrapper(Optimizer):
 
     def __repr__(self) -> str:
         return f"{type(self).__name__}({self.optimizer!r})"
+
+
+def _check(optimizer: Any) -> None:
+    """Refuse what cannot make the local steps of one replica."""
+    if not isinstance(optimizer, Optimizer):
+        raise TypeError(f"expected a torch.optim.Optimizer, got {optimizer!r}")
+    if any(kind.__name__ == "ZeroRedundancyOptimizer" for kind in type(optimizer).__mro__):
+        raise TypeError(
+            "ZeroRedundancyOptimizer lets every rank step a share of the parameters with that "
+            "rank's gradients alone: replicas with gradients of their own would be mixed without "
+            "notice. Use the plain optimizer, or shard inside a replica with fully_shard"
+        )
 
 
 @eagerly

@@ -149,8 +149,8 @@ def handling(handler: Handler | None = None) -> Iterator[None]:
                 signal.signal(number, handler)
         yield
     finally:
-        for number, handler in before.items():
-            signal.signal(number, handler)
+        for number, previous in before.items():
+            signal.signal(number, previous)
 
 
 @contextmanager

@@ -39,6 +39,15 @@ def check(
             raise type(error)(f"{paths()[i] or 'the leaf'} {error}")
 
 
+def without_values(x: Tensor) -> str | None:
+    """Why a tensor has no values, if it has none."""
+    if is_lazy(x):
+        return "has no values yet: run a batch through the model first"
+    if x.is_meta:
+        return "is on the meta device: materialise the model first (to_empty)"
+    return None
+
+
 def place(x: Tensor) -> str:
     """Which shard of a DTensor this process holds, in words that are the same on all replicas."""
     at = x.device_mesh.get_coordinate()  # type: ignore[attr-defined]
@@ -50,10 +59,8 @@ def _unfit(x: Any, group: dist.ProcessGroup) -> Exception | None:
     """Why a leaf cannot be exchanged."""
     if not isinstance(x, Tensor):
         return TypeError(f"is no torch tensor: {x!r}")
-    if is_lazy(x):
-        return TypeError("has no values yet: run a batch through the model first")
-    if x.is_meta:
-        return TypeError("is on the meta device: materialise the model first (to_empty)")
+    if (lack := without_values(x)) is not None:
+        return TypeError(lack)
     if x.layout is not torch.strided:
         return TypeError(f"has the layout {x.layout}: only strided tensors are exchanged")
     if arrays.is_dtensor(x):

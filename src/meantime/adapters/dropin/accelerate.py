@@ -5,9 +5,10 @@ from __future__ import annotations
 from types import TracebackType
 from typing import Any
 
-from meantime.adapters.dropin.parameters import averaged, integer, trained
+from meantime.adapters.dropin.parameters import averaged, trained
 from meantime.averaging import average_params, periodic
 from meantime.replicas import Distributed
+from meantime.schedules import check_integer
 
 
 class LocalSGD:
@@ -63,7 +64,7 @@ class LocalSGD:
         self.num_steps = 0
         self._accelerator = accelerator
         if enabled:
-            every = integer("local_sgd_steps", local_sgd_steps, 1)
+            every = check_integer("local_sgd_steps", local_sgd_steps, 1)
         if self.enabled:
             if not hasattr(model, "no_sync"):
                 raise TypeError(

@@ -10,11 +10,12 @@ from typing import Any
 import torch.distributed as dist
 from torch import Tensor
 
-from meantime.adapters.dropin.parameters import Parameters, averaged, flat, integer, trained
+from meantime.adapters.dropin.parameters import Parameters, averaged, flat, trained
 from meantime.adapters.dropin.processes import members
 from meantime.averaging import PeriodicState, average_params, periodic
 from meantime.replicas import Solo
 from meantime.replicas.base import Levels
+from meantime.schedules import check_integer
 from meantime.transform import Transform
 
 
@@ -65,7 +66,7 @@ class ModelAverager:
 
     @step.setter
     def step(self, value: int) -> None:
-        self._start = integer("step", value, 0)
+        self._start = check_integer("step", value, 0)
         self._states.clear()
 
     def step_of(self, params: Parameters) -> int:
@@ -75,7 +76,7 @@ class ModelAverager:
 
     def set_step_of(self, params: Parameters, value: int) -> None:
         """Continue from a call for these parameters."""
-        self._states[_first(flat(params))] = self._state(integer("step", value, 0))
+        self._states[_first(flat(params))] = self._state(check_integer("step", value, 0))
 
     def _state(self, calls: int) -> PeriodicState:
         """The state of the transform after so many calls."""
@@ -115,8 +116,8 @@ class PeriodicModelAverager(ModelAverager):
     """
 
     def __init__(self, period: int, warmup_steps: int = 0, process_group: Any = None):
-        period = integer("period", period, 1)
-        warmup_steps = integer("warmup_steps", warmup_steps, 0)
+        period = check_integer("period", period, 1)
+        warmup_steps = check_integer("warmup_steps", warmup_steps, 0)
         super().__init__(average_params(), period, warmup_steps, members(process_group))
 
     @property
@@ -160,7 +161,7 @@ class HierarchicalModelAverager(ModelAverager):
         process_group: Any = None,
     ):
         sizes = _levels(period_group_size_dict or {})
-        warmup_steps = integer("warmup_steps", warmup_steps, 0)
+        warmup_steps = check_integer("warmup_steps", warmup_steps, 0)
         world = members(process_group)
         self.period_process_group_dict: OrderedDict[int, dist.ProcessGroup] = OrderedDict()
         if isinstance(world, Solo):
@@ -181,7 +182,10 @@ class HierarchicalModelAverager(ModelAverager):
 def _levels(sizes: Mapping[int, int]) -> dict[int, int]:
     if not sizes:
         raise ValueError("period_group_size_dict needs at least one period, such as {4: 8}")
-    checked = {integer("a period", p, 1): integer("a group size", n, 1) for p, n in sizes.items()}
+    checked = {
+        check_integer("a period", p, 1): check_integer("a group size", n, 1)
+        for p, n in sizes.items()
+    }
     for (period, size), (next_period, next_size) in pairwise(checked.items()):
         if next_period <= period or next_size < size:
             raise ValueError(

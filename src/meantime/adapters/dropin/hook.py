@@ -10,9 +10,9 @@ from torch.futures import Future
 
 from meantime.adapters.ddp_hook import mean_of
 from meantime.adapters.dropin.averagers import ModelAverager
-from meantime.adapters.dropin.parameters import integer
 from meantime.adapters.dropin.processes import members, same_node
 from meantime.replicas import Distributed, Solo
+from meantime.schedules import check_integer
 
 
 class PostLocalSGDState:
@@ -48,7 +48,7 @@ class PostLocalSGDState:
         *,
         averager: ModelAverager | None = None,
     ):
-        self.start_localSGD_iter = integer("start_localSGD_iter", start_localSGD_iter, 0)
+        self.start_localSGD_iter = check_integer("start_localSGD_iter", start_localSGD_iter, 0)
         self.post_local_gradient_allreduce = post_local_gradient_allreduce
         self.averager = averager
         self.iter = 0
@@ -61,7 +61,7 @@ class PostLocalSGDState:
 
     def load_state_dict(self, state_dict: dict[str, int]) -> None:
         """Restore what `state_dict` returned."""
-        self.iter = integer("iter", state_dict["iter"], 0)
+        self.iter = check_integer("iter", state_dict["iter"], 0)
 
     def _participants(self, last_bucket: bool) -> Distributed | Solo | None:
         """Over whom a bucket of gradients is averaged."""

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import operator
 from collections.abc import Iterable
 from typing import Any
 
@@ -10,6 +9,7 @@ import torch
 from torch import Tensor
 
 from meantime.adapters.dropin.processes import members
+from meantime.adapters.in_place import write
 from meantime.averaging import average_params
 from meantime.replicas.base import Levels
 from meantime.transform import Transform
@@ -107,21 +107,5 @@ def averaged(
 ) -> Any:
     """Call a transform's `average`, write to the parameters in place, return the new state."""
     values, state = averager.average(parameters, state, replicas=replicas, donate=True, **extra)
-    for parameter, value in zip(parameters, values, strict=True):
-        if value is not parameter:
-            parameter.copy_(value)
+    write(parameters, values)
     return state
-
-
-def integer(name: str, value: Any, low: int) -> int:
-    """A number of steps.
-
-    Raises:
-        TypeError: it is not an integer.
-        ValueError: it is below `low`.
-    """
-    if isinstance(value, bool) or not hasattr(value, "__index__"):
-        raise TypeError(f"{name} must be an integer, got {value!r}")
-    if operator.index(value) < low:
-        raise ValueError(f"{name} must be at least {low}, got {value!r}")
-    return operator.index(value)

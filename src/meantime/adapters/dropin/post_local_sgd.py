@@ -9,9 +9,8 @@ from typing import Any
 from torch.optim import Optimizer
 
 from meantime.adapters.dropin.averagers import ModelAverager
-from meantime.adapters.dropin.parameters import integer
-from meantime.adapters.start import check_optimizer
 from meantime.adapters.wrapper import OptimizerWrapper
+from meantime.schedules import check_integer
 
 
 class PostLocalSGDOptimizer(OptimizerWrapper):
@@ -50,7 +49,6 @@ class PostLocalSGDOptimizer(OptimizerWrapper):
     """
 
     def __init__(self, optim: Optimizer, averager: ModelAverager):
-        check_optimizer(optim)
         super().__init__(optim)
         if not isinstance(averager, ModelAverager):
             raise TypeError(
@@ -78,5 +76,5 @@ class PostLocalSGDOptimizer(OptimizerWrapper):
                 "with a new warm-up",
                 stacklevel=4,
             )
-        step = integer("the step of a state dict", saved.pop("step", 0), 0)
+        step = check_integer("the step of a state dict", saved.pop("step", 0), 0)
         return lambda: self.averager.set_step_of(self.param_groups, step), saved
