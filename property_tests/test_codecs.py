@@ -37,8 +37,16 @@ def sparse() -> st.SearchStrategy[codecs.Codec]:
     return st.builds(codecs.topk, fractions, block=st.integers(1, 40))
 
 
-def all_codecs() -> st.SearchStrategy[codecs.Codec]:
+def of_values() -> st.SearchStrategy[codecs.Codec]:
     return casting() | integers().map(lambda drawn: drawn[0]) | sparse()
+
+
+def of_frequencies() -> st.SearchStrategy[codecs.Codec]:
+    return st.builds(codecs.dct, sparse(), st.integers(1, 12))
+
+
+def all_codecs() -> st.SearchStrategy[codecs.Codec]:
+    return of_values() | of_frequencies()
 
 
 def vectors(magnitude: float = 2.0**100, length: Any = lengths) -> st.SearchStrategy[np.ndarray]:
@@ -61,11 +69,24 @@ def test_messages(codec: codecs.Codec, x: np.ndarray) -> None:
         assert torch.equal(mine, again)
 
 
-@given(all_codecs(), vectors())
+@given(of_values(), vectors())
 def test_what_arrived_arrives_again(codec: codecs.Codec, x: np.ndarray) -> None:
     once = arrived(codec, x)
-    assert np.isfinite(once).all()
     np.testing.assert_array_equal(arrived(codec, once), once)
+
+
+@given(of_frequencies(), vectors())
+def test_frequencies_that_arrived_arrive_again(codec: codecs.Codec, x: np.ndarray) -> None:
+    """Up to roundings."""
+    once = arrived(codec, x)
+    largest = abs(x.astype(np.float64)).max(initial=0)
+    np.testing.assert_allclose(arrived(codec, once), once, rtol=0, atol=1e-5 * largest)
+
+
+@given(all_codecs(), vectors())
+def test_what_arrives_of_zeros_and_of_negatives(codec: codecs.Codec, x: np.ndarray) -> None:
+    once = arrived(codec, x)
+    assert np.isfinite(once).all()
     np.testing.assert_array_equal(arrived(codec, -x), -once)
     np.testing.assert_array_equal(arrived(codec, 0 * x), 0 * x)
 
@@ -114,6 +135,17 @@ def test_topk_keeps_the_largest(fraction: float, block: int, x: np.ndarray) -> N
         assert np.count_nonzero(kept) <= count
         assert ((kept == part) | (kept == 0)).all()
         assert sorted(abs(kept))[-count:] == sorted(abs(part))[-count:]
+
+
+@given(st.integers(1, 40), vectors(2.0**60))
+def test_frequencies_hold_the_energy(length: int, x: np.ndarray) -> None:
+    """What is sent and what is lost are orthogonal, and all of them are all there is."""
+    size = np.linalg.norm(x.astype(np.float64)) + 2.0**-100
+    everything = arrived(codecs.dct(codecs.topk(1.0), length), x)
+    np.testing.assert_allclose(everything, x, rtol=0, atol=1e-5 * size)
+    kept = arrived(codecs.dct(codecs.topk(0.3), length), x)
+    lost = x.astype(np.float64) - kept
+    assert abs(np.vdot(kept.astype(np.float64), lost)) <= 1e-5 * size**2
 
 
 @given(all_codecs(), replica_counts().flatmap(lambda k: st.tuples(st.just(k), stacked_trees(k))))

@@ -104,6 +104,21 @@ def test_a_full_pull_makes_all_equal_to_the_last_anchor(
     close("params", found[last][0], start, "not the anchor", scale=found[last - 1][0])
 
 
+@given(replica_counts(4), doubles, st.integers(1, STEPS), numbers)
+def test_overlapped_replicas_meet_when_they_have_to(
+    size: int, params: Any, forced: int, seed: int
+) -> None:
+    found = train(mt.periodic(mt.overlapped(), every=3), size, params, seed, forced)
+    alone = train(mt.periodic(mt.overlapped(), every=3), size, params, seed)
+    after = found[forced - 1][0]
+    for leaf in tree.leaves(after):
+        for replica in leaf[1:]:
+            same_bits("params", replica, leaf[0], "replicas differ")
+    if forced % 3:  # what they held
+        held = tree.map(lambda x: x.mean(0, keepdim=True).expand(x.shape), alone[forced - 1][0])
+        close("params", after, held, "not the mean", scale=alone[forced - 1][0])
+
+
 @given(st.integers(1, 6), doubles, st.floats(0.0, 0.95), st.floats(0.1, 1.0), numbers)
 def test_delayed_nesterov_of_one_anchor_is_nesterov_of_the_mean(
     n: int, params: Any, momentum: float, rate: float, seed: int

@@ -485,6 +485,39 @@ def own_state_body(folder):
     optimizer.load_state_dict(package[0])
 
 
+APART = {
+    "gossip": lambda: mt.periodic(mt.gossip(), every=2),
+    "push_sum": lambda: mt.periodic(mt.push_sum(), every=2),
+    "noloco": lambda: mt.periodic(mt.noloco(), every=2),
+    "elastic": lambda: mt.periodic(mt.elastic(), every=2),
+    "overlapped": lambda: mt.periodic(mt.overlapped(), every=2),
+    "delayed": lambda: mt.delayed(mt.periodic(mt.average_params(), every=2), steps=1),
+}
+
+
+def apart_body():
+    """Replicas that stay apart at a synchronisation meet at one that is forced."""
+    for make in APART.values():
+        model = network()
+        optimizer = wrapped(model, make())
+        train(model, optimizer, 4)
+        assert optimizer.last_synchronisation.step == 4
+        assert not same_on_all_ranks(model.parameters())
+        package = [copy.deepcopy(optimizer.state_dict())]
+        dist.broadcast_object_list(package)
+        if dist.get_rank():
+            raised(ValueError, lambda: optimizer.load_state_dict(package[0]))
+        optimizer.average_now()
+        assert same_on_all_ranks(model.parameters())
+        package = [copy.deepcopy(optimizer.state_dict())]
+        dist.broadcast_object_list(package)
+        optimizer.load_state_dict(package[0])
+
+
+def test_replicas_that_stay_apart(gloo):
+    gloo.run(apart_body)
+
+
 def test_checkpoints(gloo):
     with tempfile.TemporaryDirectory() as folder:
         gloo.run(own_state_body, folder)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections import OrderedDict
 from functools import partial
 from typing import NamedTuple
@@ -403,7 +404,7 @@ def test_guard_of_other_dtypes(gloo):
 # --- the other collectives -------------------------------------------------------------------
 
 
-def gather_shift_broadcast_body():
+def gather_permute_broadcast_body():
     rank = dist.get_rank()
     for size, group in worlds_of_2_3_4():
         world = mt.Distributed(group)
@@ -418,6 +419,9 @@ def gather_shift_broadcast_body():
             assert (x.shape, x.dtype) == ((size, *y.shape), y.dtype)
         for by in (-1, 0, 1, 2, 5):
             assert all_bits(world.shift(mine, by)) == all_bits(trees[(rank - by) % size])
+        for sources in itertools.permutations(range(size)):
+            assert all_bits(world.permute(mine, sources)) == all_bits(trees[sources[rank]])
+        assert "once" in raises(ValueError, world.permute, mine, [0] * size)
         for root in range(size):
             received = world.broadcast(mine, root)
             assert all_bits(received) == all_bits(trees[root])
@@ -429,8 +433,8 @@ def gather_shift_broadcast_body():
         assert all_bits(mine) == before
 
 
-def test_gather_shift_broadcast(gloo):
-    gloo.run(gather_shift_broadcast_body)
+def test_gather_permute_broadcast(gloo):
+    gloo.run(gather_permute_broadcast_body)
 
 
 def groups_body():

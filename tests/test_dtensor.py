@@ -197,6 +197,10 @@ TRANSFORMS = {
     ),
     "slowmo": lambda: mt.slowmo(mt.sgd(0.1), 0.1, every=2),
     "streaming": lambda: mt.streaming_diloco(mt.adam(0.1), every=2, fragments=2),
+    "gossip": lambda: mt.chain(mt.sgd(0.1), mt.gossip()),
+    "push_sum": lambda: mt.chain(mt.sgd(0.1), mt.push_sum()),
+    "noloco": lambda: mt.chain(mt.sgd(0.1), mt.periodic(mt.noloco(), every=2)),
+    "elastic": lambda: mt.chain(mt.sgd(0.1), mt.periodic(mt.elastic(), every=2)),
 }
 
 

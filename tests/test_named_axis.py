@@ -131,9 +131,14 @@ def test_weighted_mean(run, weights):
     check(actual, expected, trees)
 
 
-def test_gather_shift_broadcast_rank(run):
+ORDER = [2, 0, 3, 1]
+
+
+def test_gather_permute_broadcast_rank(run):
     trees = stacked_tree()
     check(run(WORLD.gather, trees), lambda x: np.stack([x] * K), trees, exact=True)
+    permuted = run(lambda x: WORLD.permute(x, ORDER), trees)
+    check(permuted, lambda x: x[ORDER], trees, exact=True)
     for by in (-1, 0, 1, 6):
         actual = run(lambda x, by=by: WORLD.shift(x, by), trees)
         check(actual, lambda x, by=by: np.roll(x, by, 0), trees, exact=True)
@@ -154,11 +159,15 @@ def test_groups(run, size):
         return lambda x: function(split(x)).reshape(x.shape)
 
     def all_collectives(x):
-        return group.mean(x), group.gather(x), group.shift(x, 1), group.broadcast(x, size - 1)
+        permuted = group.permute(x, list(reversed(range(size))))
+        shifted, received = group.shift(x, 1), group.broadcast(x, size - 1)
+        return group.mean(x), group.gather(x), permuted, shifted, received
 
-    mean, gathered, shifted, received = run(all_collectives, trees)
+    mean, gathered, permuted, shifted, received = run(all_collectives, trees)
     check(mean, joined(lambda x: np.broadcast_to(mean_of(x, 1), x.shape)), trees)
     check(gathered, lambda x: np.repeat(split(x), size, 0), trees, exact=True)
+    order = list(reversed(range(size)))
+    check(permuted, joined(lambda x: x[:, order]), trees, exact=True)
     check(shifted, joined(lambda x: np.roll(x, 1, 1)), trees, exact=True)
     check(received, joined(lambda x: np.broadcast_to(x[:, -1:], x.shape)), trees, exact=True)
     ranks = run(lambda x: group.rank + 0 * x, jnp.zeros(K, int))
@@ -170,6 +179,11 @@ def test_weighted_mean_of_groups(run):
     x, weight = jnp.array([1.0, 3.0, jnp.nan, 5.0]), jnp.array([1.0, 3.0, 0.0, 2.0])
     actual = run(lambda x, weight: group.mean(x, weight=weight), x, weight)
     assert actual.tolist() == [2.5, 2.5, 5.0, 5.0]
+
+
+def test_bad_permutations(run):
+    with pytest.raises(ValueError, match=r"4 replicas once.*\[0, 0, 1, 2\]"):
+        run(lambda x: WORLD.permute(x, [0, 0, 1, 2]), jnp.zeros(K))
 
 
 def test_bad_groups(run):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from typing import NamedTuple
 
 import numpy as np
@@ -102,9 +103,13 @@ def test_weighted_mean(weights):
     check(actual, function, trees)
 
 
-def test_gather_shift_broadcast_rank():
+ORDER = [2, 0, 3, 1]
+
+
+def test_gather_permute_broadcast_rank():
     trees, world = stacked_tree(), mt.Vmapped(K)
     check(vmap(world.gather)(trees), everyone, trees)
+    check(vmap(lambda x: world.permute(x, ORDER))(trees), lambda x: x[ORDER], trees)
     for by in (-1, 0, 1, 3, 6):
         check(
             vmap(lambda x, by=by: world.shift(x, by))(trees),
@@ -140,6 +145,8 @@ def test_groups(size):
     )
     check(vmap(group.gather)(trees), lambda x: np.repeat(split(x), size, 0), trees)
     check(vmap(lambda x: group.shift(x, 1))(trees), joined(lambda x: np.roll(x, 1, 1)), trees)
+    order = list(reversed(range(size)))
+    check(vmap(lambda x: group.permute(x, order))(trees), joined(lambda x: x[:, order]), trees)
     root = size - 1
     check(
         vmap(lambda x: group.broadcast(x, root))(trees),
@@ -192,6 +199,7 @@ COLLECTIVES = {
     # name: (function of the world and a value, its matrix over replicas)
     "mean": (lambda world, x: world.mean(x), np.full((K, K), 1 / K)),
     "shift": (lambda world, x: world.shift(x, 1), np.roll(np.eye(K), 1, 0)),
+    "permute": (lambda world, x: world.permute(x, ORDER), np.eye(K)[ORDER]),
     "pairs": (lambda world, x: world.groups(2).mean(x), np.kron(np.eye(2), np.full((2, 2), 0.5))),
     "pair shift": (
         lambda world, x: world.groups(2).shift(x, 1),
@@ -323,6 +331,7 @@ def collectives(x, weight):
         world.mean(x, weight=weight),
         world.gather(x),
         world.shift(x, 1),
+        world.permute(x, ORDER),
         world.broadcast(x, 3),
         pairs.mean(x),
         pairs.gather(x),
@@ -340,13 +349,14 @@ def test_compiled_collectives():
         assert torch.equal(eager, traced)
 
 
-@pytest.mark.parametrize("name", ["diloco", "post_local_sgd", "hierarchical"])
+@pytest.mark.parametrize("name", ["diloco", "post_local_sgd", "hierarchical", "gossip"])
 def test_compiled_steps(name):
     """A step of all replicas, compiled, over steps where nothing and something is due."""
     tx = {
         "diloco": mt.diloco(mt.adamw(0.1), every=2),
         "post_local_sgd": mt.post_local_sgd(mt.sgd(0.1), every=2, warmup=1),
         "hierarchical": mt.hierarchical_sgd(mt.sgd(0.1), {"node": 1, "world": 2}),
+        "gossip": mt.chain(mt.sgd(0.1), mt.gossip("exponential")),
     }[name]
     world = mt.Vmapped(K)
     replicas = {"node": world.groups(2), "world": world} if name == "hierarchical" else world
@@ -400,6 +410,13 @@ def test_bad_sizes(size):
         mt.Vmapped(size)
 
 
+@pytest.mark.parametrize("sources", [[0, 1, 2], [0, 1, 2, 2], [1, 2, 3, 4], []])
+def test_bad_permutations(sources):
+    for call in (mt.Vmapped(K).permute, mt.Vmapped(8).groups(K).permute):
+        with pytest.raises(ValueError, match=rf"4 replicas once.*{re.escape(repr(sources))}"):
+            vmap(lambda x, call=call: call(x, sources))(torch.zeros(K))
+
+
 @pytest.mark.parametrize("size", [0, 3, -2, 8, 2.0])
 def test_bad_groups(size):
     with pytest.raises(ValueError, match=rf"4 replicas .* groups of {size}"):
@@ -421,6 +438,7 @@ def test_solo():
     assert (world.size, world.rank) == (1, 0)
     assert torch.equal(world.gather(values)["n"], torch.tensor([[3]]))
     assert world.shift(values, 5) is values
+    assert world.permute(values, [0]) is values
     assert world.broadcast(values) is values
     assert world.groups(1) is world
     weighted = world.mean(values, weight=torch.tensor(0.0))
@@ -431,6 +449,8 @@ def test_solo():
         assert world.mean(values, weight=weight)["x"][0] == 1.0
     with pytest.raises(ValueError, match="root must be 0"):
         world.broadcast(values, 1)
+    with pytest.raises(ValueError, match="1 replicas once"):
+        world.permute(values, [1])
     with pytest.raises(ValueError, match="1 replicas cannot be split into groups of 2"):
         world.groups(2)
 
@@ -447,11 +467,18 @@ def test_recorded():
     world.mean(values)
     world.gather(values)
     world.shift(values["x"], 1)
+    world.permute(values["n"], [0])
     world.broadcast({"none": None})
-    assert world.calls == [("mean", 28), ("gather", 28), ("shift", 12), ("broadcast", 0)]
-    assert world.bytes == 68
+    assert world.calls == [
+        ("mean", 28),
+        ("gather", 28),
+        ("shift", 12),
+        ("permute", 16),
+        ("broadcast", 0),
+    ]
+    assert world.bytes == 84
     assert world.seconds > 0
     assert (world.size, world.rank) == (1, 0)
     inner = world.groups(1)
     inner.mean(values)
-    assert (len(inner.calls), len(world.calls)) == (1, 4)
+    assert (len(inner.calls), len(world.calls)) == (1, 5)

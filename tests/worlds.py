@@ -24,7 +24,11 @@ def one_step(recipe, tx, grad, replicas, params, state, x, y):
     updates, after = tx.update(grads, state, params, **mt.pick(tx.update, extra))
     made = (mt.apply_updates(params, updates), after)
     busy = recipe.busy(y)
-    params, state = mt.tree.map(lambda a, b: arrays.where(busy, a, b), made, (params, state))
+
+    def chosen(a, b):  # what `update` left alone keeps its type in JAX
+        return b if a is b else arrays.where(busy, a, b)
+
+    params, state = mt.tree.map(chosen, made, (params, state))
     return tx.average(params, state, **mt.pick(tx.average, extra))
 
 

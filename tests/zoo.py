@@ -17,6 +17,7 @@ ZOO: dict[str, Callable[[], mt.Transform]] = {
     "identity": mt.identity,
     "scale": lambda: mt.scale(-0.5),
     "scale_by_schedule": lambda: mt.scale_by_schedule(linear(1.0, 0.1, steps=5)),
+    "scale_by_sign": mt.scale_by_sign,
     "scale_by_learning_rate": lambda: mt.scale_by_learning_rate(mt.schedules.cosine(0.1, 8)),
     "scale_by_adam": mt.scale_by_adam,
     "trace": lambda: mt.trace(0.9),
@@ -79,6 +80,21 @@ ZOO: dict[str, Callable[[], mt.Transform]] = {
     "delayed_nesterov": lambda: mt.outer(
         mt.chain(mt.mean(), mt.delayed_nesterov(linear(0.7, 0.3, steps=4), every=2, c=0.2))
     ),
+    # gossip and relatives
+    "gossip": mt.gossip,
+    "gossip_exponential": lambda: mt.periodic(mt.gossip("exponential"), every=2),
+    "gossip_levels": lambda: mt.alternate(
+        mt.gossip(over="node"), mt.gossip("exponential", over="world"), every=2
+    ),
+    "push_sum": mt.push_sum,
+    "elastic": lambda: mt.periodic(mt.elastic(), every=2),
+    "noloco": lambda: mt.periodic(mt.noloco(), every=2),
+    # federated learning
+    "scaffold": lambda: mt.chain(
+        mt.periodic(mt.scaffold(linear(0.1, 0.05, steps=4), 0.5), every=2),
+        mt.sgd(linear(0.1, 0.05, steps=4)),
+    ),
+    "fednova": lambda: mt.chain(mt.periodic(mt.fednova(), every=2), mt.adam(1e-2)),
     # averagers of the trajectory
     "ema": lambda: mt.ema(linear(0.5, 0.9, steps=4)),
     "ema_warmup": lambda: mt.chain(
@@ -108,9 +124,22 @@ ZOO: dict[str, Callable[[], mt.Transform]] = {
     "streaming_diloco_delayed": lambda: mt.streaming_diloco(
         mt.sgd(0.1), every=2, fragments=1, pattern="strided", delay=1
     ),
+    "desloc": lambda: mt.desloc(mt.adam(1e-2), every=1, periods={"mu": 2, "nu": 3}),
+    "bmuf": lambda: mt.bmuf(mt.sgd(0.1), every=2),
+    "lookahead": lambda: mt.lookahead(mt.adam(0.1), every=2),
+    "snoo": lambda: mt.snoo(mt.sgd(0.1), every=2),
+    "fedavg": lambda: mt.fedavg(mt.sgd(0.1, momentum=0.9), every=2),
+    "fedavgm": lambda: mt.fedavgm(mt.sgd(0.1), every=3),
+    "fedadam": lambda: mt.fedadam(mt.sgd(0.1), every=2, learning_rate=0.1),
+    "fedyogi": lambda: mt.fedyogi(mt.sgd(0.1), every=2, learning_rate=0.1),
+    "fedadagrad": lambda: mt.fedadagrad(mt.adam(0.1), every=2, learning_rate=0.1),
+    "fedprox": lambda: mt.fedprox(mt.sgd(0.1), every=2, strength=0.1),
+    "demo": lambda: mt.demo(0.1, 0.9),
+    # every=3: messages are float32, too coarse for finite differences of the first two steps
+    "sparse_loco": lambda: mt.sparse_loco(mt.sgd(0.1), every=3, fraction=0.3),
 }
 
-LEVELLED = {"warmup_mean_then", "alternate", "hierarchical_sgd"}
+LEVELLED = {"warmup_mean_then", "alternate", "gossip_levels", "hierarchical_sgd"}
 """Those that want `replicas={"node": ..., "world": ...}`."""
 
 PLAIN = {
@@ -119,9 +148,16 @@ PLAIN = {
     "periodic_first_last",
     "periodic_scheduled",
     "alternate",
+    "gossip",
+    "gossip_exponential",
+    "gossip_levels",
+    "push_sum",
     "outer_sgd",
     "ema_warmup",
     "lawa",
+    "desloc",
+    "fedavg",
+    "fedprox",
     "delayed_delta",
     "local_sgd",
     "local_sgd_scheduled",
@@ -131,6 +167,8 @@ PLAIN = {
 """Those that put the plain mean of all replicas in their place at `average(..., now=True)`."""
 
 AVERAGERS = PLAIN | {
+    "elastic",
+    "noloco",
     "outer_adam",
     "swa",
     "slowmo",
@@ -139,6 +177,14 @@ AVERAGERS = PLAIN | {
     "diloco_scheduled",
     "diloco_compressed",
     "streaming_diloco",
+    "scaffold",
+    "fednova",
+    "bmuf",
+    "fedavgm",
+    "fedadam",
+    "fedyogi",
+    "fedadagrad",
     "delayed_nesterov",
+    "sparse_loco",
 }
 """Those that leave all replicas equal after `average(..., now=True)`."""

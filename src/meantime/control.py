@@ -87,7 +87,10 @@ def cond(predicate: Array, yes: Callable[..., Any], no: Callable[..., Any], *ope
 
 
 def switch(index: Array, branches: Sequence[Callable[..., Any]], *operands: Any) -> Any:
-    """`branches[index](*operands)`, of a 0-d index; see `cond`."""
+    """`branches[index](*operands)` of a 0-d index.
+
+    Every branch returns a tuple of new operands, as those of `cond`.
+    """
     if len(branches) == 1:
         return branches[0](*operands)
     half = len(branches) // 2

@@ -4,10 +4,19 @@ A reference shares no code with the library: it holds the parameters of all repl
 of one array and follows the papers.
 """
 
-from tests.references import local, outer, overlap, periods, trajectory
+from tests.references import (
+    compressed,
+    federated,
+    gossip,
+    local,
+    outer,
+    overlap,
+    periods,
+    trajectory,
+)
 
 RECIPES = {
     name: recipe
-    for family in (local, periods, outer, overlap, trajectory)
+    for family in (local, periods, outer, overlap, gossip, federated, compressed, trajectory)
     for name, recipe in family.RECIPES.items()
 }

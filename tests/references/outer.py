@@ -45,6 +45,31 @@ def ref_outer(theta, grad, inner, outer, due):
         yield theta
 
 
+def ref_bmuf(theta, grad, inner, every, mu, zeta, nesterov):
+    """The next block starts from the filtered model, or from ahead of it."""
+    start = filtered = theta[0]
+    delta = np.zeros_like(start)
+    for t in range(1, STEPS + 1):
+        theta = inner(theta, grad(theta, t))
+        if t % every == 0:
+            delta = mu * delta + zeta * (theta.mean(0) - start)
+            filtered = filtered + delta
+            start = filtered + mu * delta if nesterov else filtered
+            theta = np.tile(start, (WORLD, 1))
+        yield theta
+
+
+def ref_snoo(theta, grad, inner, every, gamma, mu):
+    """Every replica on its own."""
+    slow, b = theta, np.zeros_like(theta)
+    for t in range(1, STEPS + 1):
+        theta = inner(theta, grad(theta, t))
+        if t % every == 0:
+            b = mu * b + slow - theta
+            theta = slow = slow - gamma * (mu * b + slow - theta)
+        yield theta
+
+
 def ref_compressed(theta, grad, inner, every):
     """The two largest of the four differences of each replica; the others go with the next."""
     anchor, lost = theta[0], np.zeros_like(theta)
@@ -87,6 +112,26 @@ RECIPES = {
         lambda theta, grad: ref_diloco(
             theta, grad, NumpySGD(0.1), 4, gamma=0.7, mu=0.9, first=[4, 4, 4, 2]
         ),
+    ),
+    "bmuf": Recipe(
+        lambda: mt.bmuf(mt.sgd(0.1), every=5, momentum=0.6, learning_rate=0.8),
+        lambda theta, grad: ref_bmuf(
+            theta, grad, NumpySGD(0.1), 5, mu=0.6, zeta=0.8, nesterov=True
+        ),
+    ),
+    "bmuf, classical": Recipe(
+        lambda: mt.bmuf(mt.sgd(0.1), every=5, momentum=0.6, nesterov=False),
+        lambda theta, grad: ref_bmuf(
+            theta, grad, NumpySGD(0.1), 5, mu=0.6, zeta=1.0, nesterov=False
+        ),
+    ),
+    "lookahead": Recipe(
+        lambda: mt.lookahead(mt.sgd(0.1, momentum=0.5), every=4),
+        lambda theta, grad: ref_snoo(theta, grad, NumpySGD(0.1, 0.5), 4, gamma=0.5, mu=0.0),
+    ),
+    "snoo": Recipe(
+        lambda: mt.snoo(mt.adamw(0.05), every=4),
+        lambda theta, grad: ref_snoo(theta, grad, NumpyAdamW(0.05, 0.01), 4, gamma=0.8, mu=0.75),
     ),
     "outer adam": Recipe(
         lambda: mt.chain(

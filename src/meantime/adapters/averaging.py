@@ -13,7 +13,16 @@ from torch.optim import Optimizer
 from meantime.adapters.in_place import write
 from meantime.adapters.start import check_parameters
 from meantime.adapters.synchronisation import Recorder
-from meantime.averaging import PeriodicState
+from meantime.averaging import (
+    DelayedState,
+    EagerState,
+    ElasticState,
+    GossipState,
+    NoLoCoState,
+    OverlappedState,
+    PeriodicState,
+    PushSumState,
+)
 from meantime.keywords import CONTRACT, pick
 from meantime.replicas import Solo
 from meantime.replicas.base import Levels
@@ -21,6 +30,9 @@ from meantime.state import find_all, load_state_dict, state_dict
 from meantime.transform import as_transform
 from meantime.tree import vdot
 
+# The states of what leaves replicas apart, and of what makes them equal only when that is forced.
+_APART = (EagerState,)
+_FORCED = (DelayedState, ElasticState, GossipState, NoLoCoState, OverlappedState, PushSumState)
 _requires_grad = operator.attrgetter("requires_grad")
 
 
@@ -89,11 +101,13 @@ class Averaging:
         rounds = find_all(self.state, PeriodicState)
         return any(bool(r.count < r.start) for r in rounds)
 
-    @property
-    def between_rounds(self) -> bool:
-        """Whether the last step ended a round of everything."""
-        rounds = find_all(self.state, PeriodicState)
-        return all(bool(r.count == r.start) for r in rounds)
+    def equal_after(self, now: bool) -> bool:
+        """Whether all replicas have the same parameters after the last synchronisation of all,
+        which was forced or not."""
+        kinds: tuple[type, ...] = _APART if now else (*_APART, *_FORCED)
+        if any(find_all(self.state, kind) for kind in kinds):
+            return False
+        return now or all(bool(r.count == r.start) for r in find_all(self.state, PeriodicState))
 
     def average(self, **extra: Any) -> bool:
         """`average` the parameters; whether that communicated, as the recorder has it."""

@@ -230,7 +230,7 @@ class AveragingOptimizer(OptimizerWrapper, Joinable):
     def _synchronised(self, began: float, now: bool, weight: Any) -> None:
         """What comes after a synchronisation of the parameters."""
         recorder = self._averaging.recorder
-        self._equal = recorder.globally and (now or self._averaging.between_rounds)
+        self._equal = recorder.globally and self._averaging.equal_after(now)
         recorder.measure(False)
         self._companions.synchronise(self._averaging.parameters, recorder.reached, weight)
         outer = bool(find_all(self.averager_state, OuterState))

@@ -6,11 +6,12 @@ from typing import NamedTuple
 
 from meantime.arrays import Array
 from meantime.averaging.parameters import MeanState, mean
+from meantime.control import as_flag, select
 from meantime.made import made
 from meantime.replicas.base import Levels
 from meantime.schedules import check
 from meantime.transform import Transform
-from meantime.tree import Tree, copy, leafwise, zeros_like
+from meantime.tree import Tree, cast_like, copy, leafwise, zeros_like
 
 
 class OverlappedState(NamedTuple):
@@ -49,8 +50,9 @@ def overlapped(pull: float = 0.6, momentum: float = 0.7, over: str | None = None
         v \leftarrow \beta v + \Big(\tfrac1K \textstyle\sum_j \theta_j - z\Big), \qquad
         z \leftarrow z + v
 
-    So there is a whole round to compute the mean. Replicas stay apart; `average_params` after the
-    last step makes them equal.
+    So there is a whole round to compute the mean, and replicas stay apart. With
+    `average(..., now=True)` the anchor and all replicas become the mean of what these hold: pass
+    it at the end of training.
 
     Args:
         pull: :math:`\alpha`, in [0, 1].
@@ -90,12 +92,19 @@ def overlapped(pull: float = 0.6, momentum: float = 0.7, over: str | None = None
         *,
         replicas: Levels | None = None,
         weight: Array | None = None,
+        now: bool | Array = False,
     ) -> tuple[Tree, OverlappedState]:
-        params = _pulled(params, state.anchor, pull)
+        at_once = as_flag(now)
+        pulled = select(at_once, lambda: params, lambda: _pulled(params, state.anchor, pull))
         delta, counted = everyone.update(
-            _difference(state.anchor, params), state.mean, replicas=replicas, weight=weight
+            _difference(state.anchor, pulled), state.mean, replicas=replicas, weight=weight
         )
-        anchor, momenta = _anchor(delta, state.anchor, state.momentum, momentum)
+        anchor, momenta = select(
+            at_once,
+            lambda: _anchor(delta, state.anchor, zeros_like(state.momentum), 0.0),
+            lambda: _anchor(delta, state.anchor, state.momentum, momentum),
+        )
+        params = select(at_once, lambda: cast_like(copy(anchor), params), lambda: pulled)
         return params, OverlappedState(anchor, momenta, counted)
 
     return Transform(init, average=average)

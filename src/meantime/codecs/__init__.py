@@ -5,6 +5,7 @@
 | `bf16()`, `fp16()` | 2 | rounded to half precision |
 | `int8()`, `int4()` | 1, 1/2 | whole multiples of a scale, one scale a block |
 | `topk(fraction)` | 6 `fraction` | the largest values of every block, exactly |
+| `dct(codec)` | those of the codec | frequencies instead of values |
 
 Compress differences (gradients, pseudo-gradients), not parameters: the error is relative to the
 values of a block, and what parameters gain in a step is far smaller than they are.
@@ -16,6 +17,7 @@ values of a block, and what parameters gain in a step is far smaller than they a
 from meantime.codecs.base import Codec as Codec
 from meantime.codecs.casting import bf16 as bf16
 from meantime.codecs.casting import fp16 as fp16
+from meantime.codecs.cosine import dct as dct
 from meantime.codecs.feedback import ErrorFeedbackState as ErrorFeedbackState
 from meantime.codecs.feedback import error_feedback as error_feedback
 from meantime.codecs.low_rank import PowerSGDState as PowerSGDState

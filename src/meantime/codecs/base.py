@@ -27,8 +27,8 @@ class Codec(Made, _Functions):
     r"""Pure functions that compress a flat float32 vector; :math:`C` = decode :math:`\circ` encode.
 
     They run on torch tensors, JAX and NumPy arrays, under `vmap`, `torch.compile` and `jax.jit`.
-    For every codec :math:`C(0) = 0` and :math:`C(C(x)) = C(x)`; the mean of one replica counts
-    on it.
+    For every codec :math:`C(0) = 0` and :math:`C(C(x)) = C(x)`, up to roundings where it is a
+    `dct`; the mean of one replica counts on it.
 
     Args:
         encode: `(x) -> message`, a tuple of flat arrays.

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
+from meantime import arrays
 from meantime.arrays import Array
 from meantime.control import counter, increment
 from meantime.made import made
@@ -22,6 +23,11 @@ class ScheduleState(NamedTuple):
 @leafwise
 def _scale(updates: Array, factor: Array) -> Array:
     return factor * updates
+
+
+@leafwise
+def _sign(updates: Array) -> Array:
+    return arrays.sign(updates)
 
 
 def with_hyperparameter(
@@ -91,3 +97,22 @@ def scale_by_learning_rate(learning_rate: Hyperparameter) -> Transform:
     if callable(learning_rate):
         return scale_by_schedule(lambda count: -value_at(learning_rate, count))
     return scale(-learning_rate)
+
+
+@made
+def scale_by_sign() -> Transform:
+    r"""Take the sign of every value: :math:`u \leftarrow \operatorname{sign}(u)`.
+
+    Bernstein et al. 2018 (https://arxiv.org/abs/1802.04434), algorithm 1.
+
+    Example:
+        >>> import torch
+        >>> tx = scale_by_sign()
+        >>> tx.update(torch.tensor([-0.3, 0.0, 2.0]), tx.init(torch.ones(3)))[0]
+        tensor([-1.,  0.,  1.])
+    """
+
+    def update(updates: Tree, state: EmptyState, params: Tree = None) -> tuple[Tree, EmptyState]:
+        return _sign(updates), state
+
+    return Transform(lambda params: EmptyState(), update)

@@ -116,9 +116,7 @@ class Vmapped:
 # that all replicas share need no replica axis.
 
 
-def _together(
-    kind: str, stacked: Tensor, sources: Sequence[int]
-) -> tuple[Tensor, int | None]:
+def _together(kind: str, stacked: Tensor, sources: Sequence[int]) -> tuple[Tensor, int | None]:
     groups, size = stacked.shape[:2]
     if kind == "permute":
         return stacked[:, list(sources)].flatten(0, 1), 0
@@ -184,9 +182,7 @@ def _exchange(
 
 
 @_exchange.register_fake
-def _(
-    x: Tensor, level: Tensor, kind: str, world: int, size: int, sources: Sequence[int]
-) -> Tensor:
+def _(x: Tensor, level: Tensor, kind: str, world: int, size: int, sources: Sequence[int]) -> Tensor:
     return x.new_empty(size, *x.shape) if kind == "gather" else torch.empty_like(x)
 
 

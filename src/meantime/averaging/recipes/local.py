@@ -6,11 +6,12 @@ from collections.abc import Mapping
 from itertools import pairwise
 from typing import Any
 
+from meantime.averaging.inner import average_state
 from meantime.averaging.parameters import average_params
 from meantime.averaging.periodic import alternate, periodic
 from meantime.averaging.warmup import warmup_mean
 from meantime.made import made
-from meantime.schedules import Schedule
+from meantime.schedules import Schedule, check_integer
 from meantime.transform import Transform, chain
 
 
@@ -107,3 +108,48 @@ def hierarchical_sgd(
         averager = alternate(average_params(name), averager, every=period // low)
         period = low
     return chain(inner, periodic(averager, period, after=after, last=last))
+
+
+@made
+def desloc(
+    inner: Any,
+    every: int,
+    periods: Mapping[str, int] | None = None,
+    *,
+    over: str | None = None,
+    last: int | None = None,
+) -> Transform:
+    r"""DES-LOC: average the parameters often, and the moments of the inner optimizer seldom.
+
+    .. math::
+        \theta_k \leftarrow \tfrac1K \textstyle\sum_j \theta_j \ \text{every } H, \qquad
+        m_k \leftarrow \tfrac1K \textstyle\sum_j m_j \ \text{every } H_m, \qquad
+        v_k \leftarrow \tfrac1K \textstyle\sum_j v_j \ \text{every } H_v
+
+    A moment changes the more slowly the closer its decay is to 1, so that it is averaged the more
+    seldom. With all periods equal this is Local Adam.
+
+    Args:
+        inner: the optimizer of the local steps.
+        every: the period :math:`H` of the parameters, in local steps.
+        periods: those of the fields of the optimizer's state; by default Adam's, as the paper
+            recommends: `{"mu": 3 * every, "nu": 6 * every}`. See `average_state`.
+        over: the level of a hierarchy to average over.
+        last: the step on which the last round of all ends.
+
+    Raises:
+        ValueError: a period is below 1; `init` finds no field of that name.
+
+    Iacob et al. 2025 (https://arxiv.org/abs/2505.22549), algorithm 1.
+
+    Example:
+        >>> import meantime as mt
+        >>> tx = desloc(mt.adamw(4e-4), every=64)
+        >>> local_adam = desloc(mt.adam(1e-3), 64, {"mu": 64, "nu": 64})
+    """
+    check_integer("every", every, 1)
+    if periods is None:
+        periods = {"mu": 3 * every, "nu": 6 * every}
+    averager = average_params(over)
+    moments = {name: periodic(averager, period, last=last) for name, period in periods.items()}
+    return chain(average_state(inner, moments), periodic(averager, every, last=last))

@@ -36,7 +36,8 @@ def slowmo(
         \Theta \leftarrow \Theta - \alpha\,\eta\, u, \qquad \theta_k \leftarrow \Theta
 
     Args:
-        inner: the optimizer of the local steps; its state is kept.
+        inner: the optimizer of the local steps; its state is kept. See `restart` and
+            `average_state` for the other choices of the paper.
         learning_rate: :math:`\eta`, the learning rate of `inner`: the same number or schedule.
         every: the period; the paper uses 12 for its image experiments.
         momentum: :math:`\beta`; with 0 and :math:`\alpha = 1` this is local SGD.
@@ -148,6 +149,49 @@ def streaming_diloco(
         return delayed(periodic(averager, every, first=first, last=last), delay, merge)
 
     return chain(inner, partition({p: member(p) for p in range(fragments)}, labels))
+
+
+@made
+def bmuf(
+    inner: Any,
+    every: int | Schedule = 50,
+    *,
+    momentum: float = 0.875,
+    learning_rate: float = 1.0,
+    nesterov: bool = True,
+    over: str | None = None,
+    last: int | None = None,
+) -> Transform:
+    r"""BMUF: momentum on what a block of local steps changed.
+
+    .. math::
+        G = \tfrac1K \textstyle\sum_k \theta_k - \Theta, \qquad
+        \delta \leftarrow \mu\,\delta + \zeta\,G, \qquad
+        \Theta \leftarrow \Theta + \delta
+        \quad\text{or, with Nesterov,}\quad
+        \Theta \leftarrow \Theta + \zeta\,G + \mu\,\delta
+
+    :math:`\Theta` is where the next block starts: with Nesterov the point ahead of the filtered
+    model, so that this is `diloco` with other numbers.
+
+    Args:
+        inner: the optimizer of the local steps; its state is kept.
+        every: the length of a block.
+        momentum: :math:`\mu`, the block momentum; about :math:`1 - 1/K` in the paper, this is
+            for 8 replicas.
+        learning_rate: :math:`\zeta`, the block learning rate.
+        nesterov: Nesterov or classical block momentum.
+        over: the level of a hierarchy to average over.
+        last: the step on which the last round ends.
+
+    Chen & Huo 2016 (https://doi.org/10.1109/ICASSP.2016.7472805).
+
+    Example:
+        >>> import meantime as mt
+        >>> tx = bmuf(mt.sgd(0.1), every=50, momentum=0.75)
+    """
+    rule = sgd(learning_rate, momentum, nesterov=nesterov and not is_zero(momentum))
+    return chain(inner, periodic(outer(chain(mean(over), rule)), every, last=last))
 
 
 def _nesterov_outer(
