@@ -16,6 +16,8 @@ RULES = {
     "clipped": lambda: mt.local_sgd(
         mt.chain(mt.clip_by_global_norm(0.5), mt.adamw(torch.tensor(0.1))), every=3
     ),
+    "restarted": lambda: mt.fedavg(mt.adamw(0.1), every=3),
+    "moments averaged": lambda: mt.desloc(mt.adamw(0.1), every=3),
     "diloco": lambda: mt.diloco(mt.adamw(0.1), every=3),
 }
 

@@ -11,7 +11,7 @@ from meantime.control import as_flag, cond, increment
 from meantime.keywords import forwards, pick
 from meantime.made import made
 from meantime.schedules import check, check_integer
-from meantime.transform import Transform, as_transform
+from meantime.transform import Transform, as_transform, updating
 from meantime.tree import Tree, copy, zeros_like
 
 
@@ -93,13 +93,6 @@ def delayed(averager: Any, steps: int, merge: float | Literal["delta"] = 0.0) ->
         sent = zeros_like(params) if merge == "delta" else None
         return DelayedState(state.count + 0, zeros_like(params), sent, state)
 
-    @forwards(inner.update)
-    def update(
-        updates: Tree, state: DelayedState, params: Tree = None, **extra: Any
-    ) -> tuple[Tree, DelayedState]:
-        updates, averager = inner.update(updates, state.averager, params, **extra)
-        return updates, state._replace(averager=averager)
-
     @forwards(inner.average)
     def average(
         params: Tree,
@@ -142,4 +135,4 @@ def delayed(averager: Any, steps: int, merge: float | Literal["delta"] = 0.0) ->
         )
         return result, DelayedState(left, pending, sent, averager)
 
-    return Transform(init, update if inner.updates else None, average)
+    return Transform(init, updating(inner, "averager"), average)

@@ -14,7 +14,7 @@ import optree
 from meantime import arrays, tree
 from meantime.keywords import forwards, pick
 from meantime.made import made
-from meantime.transform import Transform, as_transform
+from meantime.transform import Transform, as_transform, updating
 from meantime.tree import Tree
 
 
@@ -114,13 +114,6 @@ def average_state(inner: Any, averagers: Mapping[str, Any]) -> Transform:
             _check_field(state, name)
         return InnerState(state, {k: m.init(_fields(state, k)) for k, m in members.items()})
 
-    @forwards(part.update)
-    def update(
-        updates: Tree, state: InnerState, params: Tree = None, **extra: Any
-    ) -> tuple[Tree, InnerState]:
-        updates, inner_state = part.update(updates, state.inner, params, **pick(part.update, extra))
-        return updates, state._replace(inner=inner_state)
-
     @forwards(part.average, *(member.average for member in members.values()))
     def average(params: Tree, state: InnerState, **extra: Any) -> tuple[Tree, InnerState]:
         params, inner_state = part.average(params, state.inner, **pick(part.average, extra))
@@ -132,7 +125,7 @@ def average_state(inner: Any, averagers: Mapping[str, Any]) -> Transform:
             inner_state = _with_fields(inner_state, name, fields)
         return params, InnerState(inner_state, states)
 
-    return Transform(init, update, average)
+    return Transform(init, updating(part, "inner"), average)
 
 
 def _apart(state: Any, name: str) -> tuple[list[Any], list[int], Any]:

@@ -11,7 +11,7 @@ from meantime.control import LAST, as_flag, cond, counter, increment
 from meantime.keywords import forwards, pick
 from meantime.made import made
 from meantime.schedules import Schedule, check_integer
-from meantime.transform import EmptyState, Transform, as_transform
+from meantime.transform import EmptyState, Transform, as_transform, updating
 from meantime.tree import Tree
 
 
@@ -116,15 +116,6 @@ def periodic(
             due = zero + (first if last is None else min(first, last))
         return PeriodicState(zero, start, due, inner.init(params), chosen)
 
-    @forwards(inner.update)
-    def update(
-        updates: Tree, state: PeriodicState, params: Tree = None, **extra: Any
-    ) -> tuple[Tree, PeriodicState]:
-        updates, averager = inner.update(
-            updates, state.averager, params, **pick(inner.update, extra)
-        )
-        return updates, state._replace(averager=averager)
-
     @forwards(inner.average, *([policy.period] if policy else []), hides=("step",))
     def average(
         params: Tree,
@@ -162,7 +153,7 @@ def periodic(
         start, end, chosen = cond(scheduled, begin, stay, *present)
         return params, PeriodicState(count, start, end, averager, chosen)
 
-    return Transform(init, update if inner.updates else None, average)
+    return Transform(init, updating(inner, "averager"), average)
 
 
 @made

@@ -58,7 +58,7 @@ def snoo(
         \Delta = \Theta - \theta, \qquad b \leftarrow \mu b + \Delta, \qquad
         \Theta \leftarrow \Theta - \gamma (\Delta + \mu b), \qquad \theta \leftarrow \Theta
 
-    Nothing is communicated.
+    Nothing is communicated. The paper tunes the three numbers; the defaults are where to begin.
 
     Args:
         inner: the optimizer of the inner steps; its state is kept.
