@@ -69,13 +69,16 @@ def test_the_tables_are_of_these_results(name, load):
     report, experiment = load("report"), load(name).EXPERIMENT
     results = report.read(experiment, report.RESULTS)
     assert set(experiment.methods(experiment.steps)) <= set(results)
-    assert (report.RESULTS / f"{name}.md").read_text() == report.tables(experiment, results)
+    table = (report.RESULTS / f"{name}.md").read_text(encoding="utf-8")
+    assert table == report.tables(experiment, results)
 
 
 def test_command(load, tmp_path):
     for path in load("report").RESULTS.glob("*.json"):
         shutil.copy(path, tmp_path)
     command = [sys.executable, FOLDER / "pareto.py", "--again", "--out", tmp_path]
-    said = subprocess.run(command, check=True, capture_output=True, text=True, timeout=60).stdout
-    assert said.strip() == (tmp_path / "pareto.md").read_text().strip()
+    said = subprocess.run(
+        command, check=True, capture_output=True, encoding="utf-8", timeout=60
+    ).stdout
+    assert (tmp_path / "pareto.md").read_text(encoding="utf-8") in said
     assert (tmp_path / "pareto.png").read_bytes().startswith(b"\x89PNG")

@@ -2,7 +2,8 @@
 
 The whole loop of a run is inside `torch.func.vmap`: counters are then the same for all replicas,
 so that a mean that is not due is not computed, and what `Recorded` notes is what real replicas
-would send. (For runs this short `torch.compile` takes longer than it saves.)
+would send. (A compiled step is no faster here: it counts on every replica for itself, and so
+computes every mean.)
 """
 
 from __future__ import annotations

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import tempfile
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -14,6 +15,7 @@ if TYPE_CHECKING:
     from matplotlib.axes import Axes
 
 RESULTS = Path(__file__).parent / "results"
+QUICK = Path(tempfile.gettempdir()) / "meantime-reproduce"
 COLUMNS = {
     "synchronisations": ("synchronisations", 0),
     "megabytes": ("megabytes sent by each replica", 1),
@@ -112,18 +114,23 @@ def main(experiment: Experiment) -> None:
     """Run all methods; write results, tables and plot."""
     parser = argparse.ArgumentParser(description=f"{experiment.title}.")
     parser.add_argument("--seeds", type=int, default=3)
-    parser.add_argument("--quick", action="store_true", help="one seed, a tenth of the steps")
+    parser.add_argument(
+        "--quick",
+        action="store_true",
+        help="one seed, a tenth of the steps; into a temporary folder",
+    )
     parser.add_argument("--again", action="store_true", help="tables and plot, from old results")
-    parser.add_argument("--out", type=Path, default=RESULTS, help="folder of what is written")
+    parser.add_argument("--out", type=Path, help="folder of what is written; default: results")
     options = parser.parse_args()
-    path = options.out / f"{experiment.name}.json"
+    folder = options.out or (QUICK if options.quick else RESULTS)
+    folder.mkdir(parents=True, exist_ok=True)
+    path = folder / f"{experiment.name}.json"
     if not options.again:
         torch.set_num_threads(1)  # more do not help so small a model
         steps, seeds = experiment.steps, options.seeds
-        measured = run(experiment, *((steps // 10, 1) if options.quick else (steps, seeds)))
-        options.out.mkdir(parents=True, exist_ok=True)
-        write(measured, path)
-    results = read(experiment, options.out)
-    path.with_suffix(".md").write_text(tables(experiment, results))
+        write(run(experiment, *((steps // 10, 1) if options.quick else (steps, seeds))), path)
+    results = read(experiment, folder)
+    report = tables(experiment, results)
+    path.with_suffix(".md").write_text(report, encoding="utf-8")
     plot(experiment, results, path.with_suffix(".png"))
-    print(tables(experiment, results))
+    print(f"{report}\nin {folder}")

@@ -44,7 +44,7 @@ EXPERIMENT = Experiment(
         *(as_good(f"τ={tau} is as good as DiLoCo", STREAMING[tau], DILOCO) for tau in DELAYS),
         as_good("4 bits are as good as 32", f"{STREAMING[5]} int4", STREAMING[5]),
         as_good("all in all no more is sent", STREAMING[5], DILOCO, "megabytes"),
-        Claim("in no step more than a quarter is", STREAMING[5], DILOCO, "peak", 0.275),
+        Claim("in no step more than about a quarter", STREAMING[5], DILOCO, "peak", 0.275),
     ),
 )
 

@@ -121,8 +121,10 @@ def mean_with(own: Tree, others: Sequence[Tree]) -> Tree:
     total = arrays.precise(all_finite(own)) * (1 - weight * sum(finite))
     mean = tree.map(lambda x: arrays.astype(x, arrays.wide_dtype(x)), own)
     for values, takes_part in zip(others, finite, strict=True):
-        total = total + weight * takes_part
-        mean = towards(mean, values, arrays.where(takes_part > 0, weight / total, 0.0))
+        part = weight * takes_part
+        share = arrays.where(total > 0, part / (total + part), takes_part)
+        total = total + part
+        mean = towards(mean, values, share)
     return cast_like(mean, own)
 
 

@@ -6,11 +6,11 @@ from typing import Any, NamedTuple
 
 from meantime import arrays
 from meantime.arrays import Array
-from meantime.averaging.policies import Policy
+from meantime.averaging.policies import Period, Policy
 from meantime.control import LAST, as_flag, cond, counter, increment
 from meantime.keywords import forwards, pick
 from meantime.made import made
-from meantime.schedules import Schedule, check_integer
+from meantime.schedules import check_integer
 from meantime.transform import EmptyState, Transform, as_transform, updating
 from meantime.tree import Tree
 
@@ -38,7 +38,7 @@ class AlternateState(NamedTuple):
 @made
 def periodic(
     averager: Any,
-    every: int | Schedule | Policy,
+    every: Period,
     after: int = 0,
     first: int | None = None,
     last: int | None = None,

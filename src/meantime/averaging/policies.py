@@ -17,7 +17,7 @@ from meantime.arrays import Array
 from meantime.control import cond, counter
 from meantime.made import Made, made
 from meantime.replicas.base import Levels, resolve
-from meantime.schedules import check_integer
+from meantime.schedules import Schedule, check_integer
 from meantime.tree import Tree
 
 
@@ -50,6 +50,10 @@ class Policy(Made, _Functions):
         >>> synchronised
         [1, 3, 7, 15]
     """
+
+
+Period = int | Schedule | Policy
+"""How long rounds are, in local steps: a number, a schedule of the step, or a policy."""
 
 
 class AdaCommState(NamedTuple):

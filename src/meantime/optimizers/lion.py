@@ -11,7 +11,7 @@ from meantime.control import counter, increment
 from meantime.made import made
 from meantime.optimizers.decay import add_decayed_weights
 from meantime.optimizers.scaling import scale_by_learning_rate
-from meantime.schedules import Hyperparameter, check, value_at
+from meantime.schedules import Hyperparameter, check, is_zero, value_at
 from meantime.transform import Transform, chain
 from meantime.tree import Tree, leafwise, zeros_like
 
@@ -87,8 +87,5 @@ def lion(
         >>> tx.update(torch.tensor([0.3]), tx.init(torch.zeros(1)))[0]
         tensor([-0.1000])
     """
-    return chain(
-        scale_by_lion(b1, b2),
-        add_decayed_weights(weight_decay, mask),
-        scale_by_learning_rate(learning_rate),
-    )
+    decayed = [] if is_zero(weight_decay) else [add_decayed_weights(weight_decay, mask)]
+    return chain(scale_by_lion(b1, b2), *decayed, scale_by_learning_rate(learning_rate))

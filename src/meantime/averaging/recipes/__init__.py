@@ -1,7 +1,7 @@
-"""Published algorithms as compositions of a few lines, each with the paper's defaults.
+"""Published algorithms as compositions of a few lines, with the papers' defaults where they have.
 
-Every recipe takes the inner optimizer first; `identity()` where a `torch.optim` optimizer does
-the local steps. Every period is in local steps.
+A recipe takes the inner optimizer first; `identity()` where a `torch.optim` optimizer does the
+local steps. (`demo` is an optimizer itself.) Every period is in local steps.
 """
 
 from meantime.averaging.recipes.compressed import demo as demo

@@ -7,10 +7,11 @@ from typing import Any
 from meantime.averaging.outer import outer
 from meantime.averaging.parameters import mean
 from meantime.averaging.periodic import periodic
+from meantime.averaging.policies import Period
 from meantime.codecs import Codec, dct, error_feedback, topk
 from meantime.made import made
 from meantime.optimizers import scale_by_learning_rate, scale_by_sign, sgd
-from meantime.schedules import Hyperparameter, Schedule
+from meantime.schedules import Hyperparameter
 from meantime.transform import Transform, chain
 
 
@@ -29,7 +30,8 @@ def demo(
         \theta &\leftarrow \theta - \eta \operatorname{sign}\Big(\tfrac1K \textstyle\sum_k q_k\Big)
 
     A data-parallel optimizer: what is sent of the momenta is all that replicas exchange, and their
-    parameters stay equal.
+    parameters stay equal. The mean is over all replicas; the authors' code takes that of each
+    frequency over those which sent it.
 
     Args:
         learning_rate: :math:`\eta`.
@@ -54,7 +56,7 @@ def demo(
 @made
 def sparse_loco(
     inner: Any,
-    every: int | Schedule = 30,
+    every: Period = 30,
     fraction: float = 1 / 64,
     *,
     decay: float = 0.95,

@@ -12,16 +12,17 @@ from meantime.averaging.inner import restart
 from meantime.averaging.outer import outer
 from meantime.averaging.parameters import average_params, mean
 from meantime.averaging.periodic import periodic
+from meantime.averaging.policies import Period
 from meantime.averaging.proximal import proximal
 from meantime.made import made
 from meantime.optimizers import scale_by_learning_rate, scale_by_server_moments, sgd
-from meantime.schedules import Hyperparameter, Schedule
+from meantime.schedules import Hyperparameter
 from meantime.transform import Transform, chain
 
 
 @made
 def fedavg(
-    inner: Any, every: int | Schedule, *, over: str | None = None, last: int | None = None
+    inner: Any, every: Period, *, over: str | None = None, last: int | None = None
 ) -> Transform:
     r"""FedAvg: local SGD with weights, and a new inner optimizer in every round.
 
@@ -52,7 +53,7 @@ def fedavg(
 @made
 def fedprox(
     inner: Any,
-    every: int | Schedule,
+    every: Period,
     strength: float,
     *,
     over: str | None = None,
@@ -78,7 +79,7 @@ def fedprox(
 @made
 def fedavgm(
     inner: Any,
-    every: int | Schedule,
+    every: Period,
     *,
     learning_rate: Hyperparameter = 1.0,
     momentum: Hyperparameter = 0.9,
@@ -107,7 +108,7 @@ def fedavgm(
 @made
 def fedadam(
     inner: Any,
-    every: int | Schedule,
+    every: Period,
     learning_rate: Hyperparameter,
     *,
     b1: float = 0.9,
@@ -141,7 +142,7 @@ def fedadam(
 @made
 def fedyogi(
     inner: Any,
-    every: int | Schedule,
+    every: Period,
     learning_rate: Hyperparameter,
     *,
     b1: float = 0.9,
@@ -169,7 +170,7 @@ def fedyogi(
 @made
 def fedadagrad(
     inner: Any,
-    every: int | Schedule,
+    every: Period,
     learning_rate: Hyperparameter,
     *,
     b1: float = 0.0,
@@ -193,14 +194,14 @@ def fedadagrad(
     return _adaptive("adagrad", inner, every, learning_rate, b1, 0.0, tau, over, last)
 
 
-def _rounds(inner: Any, averager: Transform, every: int | Schedule, last: int | None) -> Transform:
+def _rounds(inner: Any, averager: Transform, every: Period, last: int | None) -> Transform:
     return periodic(chain(averager, restart(inner)), every, last=last)
 
 
 def _adaptive(
     rule: Literal["adam", "yogi", "adagrad"],
     inner: Any,
-    every: int | Schedule,
+    every: Period,
     learning_rate: Hyperparameter,
     b1: float,
     b2: float,

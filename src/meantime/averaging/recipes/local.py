@@ -9,15 +9,16 @@ from typing import Any
 from meantime.averaging.inner import average_state
 from meantime.averaging.parameters import average_params
 from meantime.averaging.periodic import alternate, periodic
+from meantime.averaging.policies import Period
 from meantime.averaging.warmup import warmup_mean
 from meantime.made import made
-from meantime.schedules import Schedule, check_integer
+from meantime.schedules import check_integer
 from meantime.transform import Transform, chain
 
 
 @made
 def local_sgd(
-    inner: Any, every: int | Schedule, *, over: str | None = None, last: int | None = None
+    inner: Any, every: Period, *, over: str | None = None, last: int | None = None
 ) -> Transform:
     r"""Local SGD: average the parameters every few local steps.
 
@@ -42,7 +43,7 @@ def local_sgd(
 @made
 def post_local_sgd(
     inner: Any,
-    every: int | Schedule = 16,
+    every: Period = 16,
     warmup: int = 0,
     *,
     over: str | None = None,

@@ -6,16 +6,15 @@ from typing import Any
 
 from meantime.averaging.outer import outer
 from meantime.averaging.periodic import periodic
+from meantime.averaging.policies import Period
 from meantime.made import made
 from meantime.optimizers import sgd
-from meantime.schedules import Hyperparameter, Schedule, is_zero
+from meantime.schedules import Hyperparameter, is_zero
 from meantime.transform import Transform, chain
 
 
 @made
-def lookahead(
-    inner: Any, every: int | Schedule = 5, *, learning_rate: Hyperparameter = 0.5
-) -> Transform:
+def lookahead(inner: Any, every: Period = 5, *, learning_rate: Hyperparameter = 0.5) -> Transform:
     r"""Lookahead: some steps forward, and a part of the way back.
 
     .. math::
@@ -47,7 +46,7 @@ def lookahead(
 @made
 def snoo(
     inner: Any,
-    every: int | Schedule = 100,
+    every: Period = 100,
     *,
     learning_rate: Hyperparameter = 0.8,
     momentum: Hyperparameter = 0.75,

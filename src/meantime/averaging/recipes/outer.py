@@ -10,11 +10,12 @@ from meantime.averaging.fragments import partition
 from meantime.averaging.outer import outer
 from meantime.averaging.parameters import mean
 from meantime.averaging.periodic import periodic
+from meantime.averaging.policies import Period
 from meantime.averaging.slow_momentum import slow_momentum
 from meantime.codecs import Codec
 from meantime.made import made
 from meantime.optimizers import sgd
-from meantime.schedules import Hyperparameter, Schedule, check_integer, is_zero
+from meantime.schedules import Hyperparameter, check_integer, is_zero
 from meantime.transform import Transform, chain
 
 
@@ -22,7 +23,7 @@ from meantime.transform import Transform, chain
 def slowmo(
     inner: Any,
     learning_rate: Hyperparameter,
-    every: int | Schedule = 12,
+    every: Period = 12,
     *,
     momentum: Hyperparameter = 0.5,
     slow_learning_rate: Hyperparameter = 1.0,
@@ -58,7 +59,7 @@ def slowmo(
 @made
 def diloco(
     inner: Any,
-    every: int | Schedule = 500,
+    every: Period = 500,
     *,
     learning_rate: Hyperparameter = 0.7,
     momentum: Hyperparameter = 0.9,
@@ -154,7 +155,7 @@ def streaming_diloco(
 @made
 def bmuf(
     inner: Any,
-    every: int | Schedule = 50,
+    every: Period = 50,
     *,
     momentum: float = 0.875,
     learning_rate: float = 1.0,
