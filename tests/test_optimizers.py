@@ -223,7 +223,7 @@ def optax_pairs():
 OPTAX = [
     "sgd", "sgd momentum", "sgd nesterov", "sgd schedule", "adam", "scale_by_adam", "adamw",
     "adamw mask", "clip", "clip_by_global_norm", "trace", "scale_by_schedule",
-    "add_decayed_weights",
+    "add_decayed_weights", "lion", "lion options",
 ]  # fmt: skip
 
 
