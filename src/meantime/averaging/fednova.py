@@ -7,7 +7,7 @@ from typing import NamedTuple
 from meantime import arrays
 from meantime.arrays import Array
 from meantime.averaging.outer import anchor_of
-from meantime.averaging.parameters import MeanState, _guarded_mean
+from meantime.averaging.parameters import MeanState, guarded_mean
 from meantime.control import counter, increment
 from meantime.made import made
 from meantime.replicas.base import Levels, resolve
@@ -98,7 +98,7 @@ def fednova(over: str | None = None) -> Transform:
         first = leaves(rate)[0]
         message = (arrays.astype(steps, arrays.wide_dtype(first.real)), rate)
         weight = arrays.where(steps > 0, 1.0 if weight is None else weight * 1.0, 0.0)
-        (steps, rate), mean = _guarded_mean(
+        (steps, rate), mean = guarded_mean(
             world, message, zeros_like, state.mean, weight, donate=False
         )
         anchor = _moved(state.anchor, rate, steps)

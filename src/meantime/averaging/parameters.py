@@ -26,7 +26,7 @@ class MeanState(NamedTuple):
     rejected: Array
 
 
-def _guarded_mean(
+def guarded_mean(
     world: Replicas,
     values: Tree,
     fallback: Callable[[Tree], Tree],
@@ -95,7 +95,7 @@ def average_params(over: str | None = None) -> Transform:
         donate: bool = False,
     ) -> tuple[Tree, MeanState]:
         world = resolve(replicas, over, "average_params")
-        return _guarded_mean(world, params, lambda mean: params, state, weight, donate)
+        return guarded_mean(world, params, lambda mean: params, state, weight, donate)
 
     return Transform(init, average=average)
 
@@ -151,6 +151,6 @@ def mean(over: str | None = None, codec: Codec | None = None) -> Transform:
         donate: bool = False,
     ) -> tuple[Tree, Any]:
         world = resolve(replicas, over, "mean")
-        return _guarded_mean(world, updates, zeros_like, state, weight, donate, codec)
+        return guarded_mean(world, updates, zeros_like, state, weight, donate, codec)
 
     return Transform(init, update)

@@ -121,8 +121,11 @@ def _one(params: Tree) -> Array:
     found = [local(x) for x in leaves(params)]
     if not found:
         return counter(params, local=True) + 1.0
-    exact = [x for x in found if arrays.wide_dtype(x.real).itemsize == 8]
-    x = (exact or found)[0].real
+
+    def bits(x: Array) -> int:
+        return int(arrays.namespace(x).finfo(arrays.wide_dtype(x.real)).bits)
+
+    x = max(found, key=bits).real
     dtype = arrays.wide_dtype(x)
     if isinstance(x, torch.Tensor):
         return torch.ones((), dtype=dtype, device=x.device)
