@@ -33,7 +33,7 @@ def read(experiment: Experiment, folder: Path) -> Results:
     for name in (*experiment.also, experiment.name):
         path = folder / f"{name}.json"
         if not path.exists():
-            raise SystemExit(f"{path} is missing: run {name}.py first, with the same --out")
+            raise SystemExit(f"{path} is missing: run {name}.py first, with the same options")
         results.update(json.loads(path.read_text()))
     return results
 

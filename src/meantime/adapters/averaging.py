@@ -23,7 +23,7 @@ from meantime.averaging import (
     PeriodicState,
     PushSumState,
 )
-from meantime.keywords import CONTRACT, pick
+from meantime.keywords import CONTRACT, keywords, pick
 from meantime.replicas import Solo
 from meantime.replicas.base import Levels
 from meantime.state import find_all, load_state_dict, state_dict
@@ -152,11 +152,19 @@ class Averaging:
         """Refuse a transform that makes steps of gradients, by what it makes of ones."""
         if not self.averager.updates:
             return
-        ones = [None if p is None else torch.ones((1,) * p.ndim, dtype=p.dtype) for p in self._tree]
+        ones = [
+            None if p is None else torch.ones((1,) * p.ndim, dtype=p.dtype, device=p.device)
+            for p in self._tree
+        ]
         levels = self.recorder.levels
         alone = {name: Solo() for name in levels} if isinstance(levels, Mapping) else Solo()
         state = self.averager.init(ones)
-        updates, _ = self.averager.update(ones, state, ones, replicas=alone)
+        try:
+            updates, _ = self.averager.update(ones, state, ones, replicas=alone)
+        except TypeError:
+            if (keywords(self.averager.update) or CONTRACT) <= CONTRACT | {"weight"}:
+                raise
+            return  # it may need arguments which only a step has
         if float(vdot(ones, updates).real) < 0:
             raise ValueError(
                 f"{self.averager!r} turns gradients into steps, but here the steps are made by "
