@@ -11,13 +11,12 @@ import tempfile
 import pytest
 import torch
 import torch.distributed as dist
-import torch.distributed.checkpoint as dcp
 from torch.distributed.algorithms.join import Join
-from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
 from torch.nn.parallel import DistributedDataParallel
 
 import meantime as mt
 from meantime.adapters import AveragingOptimizer
+from tests import checkpoints
 
 SIZE = 4
 
@@ -433,9 +432,7 @@ def own_state_body(folder):
     train(model, optimizer, 6)
     file = io.BytesIO()
     torch.save({"model": model.state_dict(), "optimizer": optimizer.state_dict()}, file)
-    # `torch.distributed.checkpoint` keeps one of several equal keys: each replica has its own.
-    saved = dict(zip(("model", "optimizer"), get_state_dict(model, optimizer), strict=True))
-    dcp.save({f"replica{rank}": saved}, checkpoint_id=folder)
+    checkpoints.save(folder, model, optimizer, rank)
     train(model, optimizer, 5, start=6)
 
     file.seek(0)
@@ -447,14 +444,7 @@ def own_state_body(folder):
     assert equal(copies(model), copies(other))
 
     other, resumed = fresh(2)
-    saved = dict(zip(("model", "optimizer"), get_state_dict(other, resumed), strict=True))
-    dcp.load({f"replica{rank}": saved}, checkpoint_id=folder)
-    set_state_dict(
-        other,
-        resumed,
-        model_state_dict=saved["model"],
-        optim_state_dict=saved["optimizer"],
-    )
+    checkpoints.load(folder, other, resumed, rank)
     train(other, resumed, 5, start=6)
     assert equal(copies(model), copies(other))
 

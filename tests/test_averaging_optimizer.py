@@ -10,7 +10,7 @@ import torch
 import torch.distributed as dist
 
 import meantime as mt
-from meantime.adapters import AveragingOptimizer
+from meantime.adapters import AveragingOptimizer, from_torch
 
 
 def network(seed: int = 0) -> torch.nn.Sequential:
@@ -267,6 +267,21 @@ def test_a_step_hands_the_averager_what_it_names():
     assert mt.find(optimizer.averager_state, mt.AdaCommState).period == 1
 
 
+def test_an_averager_of_gradients_may_need_an_argument_of_the_step():
+    def update(updates, state, params=None, *, factor):
+        return mt.tree.map(lambda u: factor * u, updates), state
+
+    parameter = torch.nn.Parameter(torch.ones(2))
+    optimizer = AveragingOptimizer(
+        torch.optim.SGD([parameter], lr=1.0),
+        mt.Transform(lambda params: mt.EmptyState(), update),
+        replicas=mt.Solo(),
+    )
+    parameter.grad = torch.ones(2)
+    optimizer.step(factor=0.25)
+    assert parameter.tolist() == [0.75, 0.75]
+
+
 class Failing(mt.Solo):
     """Its mean fails at the second call."""
 
@@ -284,10 +299,9 @@ def test_averaged_parameters_that_fail_leave_nothing_behind():
     optimizer = AveragingOptimizer(
         torch.optim.SGD(model.parameters(), lr=0.1),
         mt.average_params(),
-        replicas=mt.Solo(),
+        replicas=Failing(),
         model=model,
     )
-    optimizer._world = Failing()
     before = copy.deepcopy(model.state_dict())
     with pytest.raises(RuntimeError, match="a peer is gone"), optimizer.averaged_parameters():
         pass
@@ -352,10 +366,17 @@ def test_compiled_step_counts_and_averages():
 
 
 @pytest.mark.parametrize("inner", [torch.optim.AdamW, torch.optim.SGD])
-def test_checkpoints_of_torch_distributed(inner):
+@pytest.mark.parametrize(
+    "averager",
+    [
+        mt.diloco(mt.identity(), every=3),
+        mt.periodic(mt.outer(mt.chain(mt.mean(), from_torch(torch.optim.NAdam))), every=3),
+    ],
+    ids=["diloco", "from_torch"],
+)
+def test_checkpoints_of_torch_distributed(averager, inner):
     from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
 
-    averager = mt.diloco(mt.identity(), every=3)
     model, other = network(), network(seed=1)
     optimizer, resumed = wrapped(model, averager, inner), wrapped(other, averager, inner)
     train(model, optimizer, 4)
@@ -375,6 +396,38 @@ def test_creating_state_for_a_checkpoint_is_no_step():
         torch.optim.lr_scheduler.StepLR(optimizer, 1)
         get_optimizer_state_dict(model, optimizer)
         assert mt.find(optimizer.averager_state, mt.PeriodicState).count == 0
+
+
+def test_what_is_kept_of_a_parameter_is_saved_with_it_and_the_rest_with_all():
+    def init(params):
+        # One of what all share ends in a number and is shaped like the parameter of that number.
+        slots = [None if p is None else {"a": torch.ones(2), "b": torch.ones(())} for p in params]
+        return {
+            "slots": slots,
+            "shared": (torch.zeros(()), torch.ones(3)),
+            "other": [torch.ones(1)],
+        }
+
+    parameters = [torch.nn.Parameter(torch.ones(n)) for n in (2, 3, 4)]
+    parameters[2].requires_grad_(False)
+    averager = mt.Transform(init, average=lambda params, state: (params, state))
+    optimizer = AveragingOptimizer(
+        torch.optim.SGD(parameters, lr=1.0), averager, replicas=mt.Solo()
+    )
+    saved = optimizer.state_dict()
+    for i in (0, 1):
+        assert list(saved["state"][i]) == ["averager.slots.a", "averager.slots.b"]
+    assert 2 not in saved["state"]
+    packed = [name for name in saved["param_groups"][0] if name.startswith("averager.")]
+    shared = ["other.0", "shared.0", "shared.1", "steps", "replica"]
+    assert packed == [f"averager.{name}" for name in shared]
+    saved["state"][1]["averager.slots.b"] = torch.zeros(())
+    optimizer.load_state_dict(saved)
+    first, second, _ = optimizer.averager_state["slots"]
+    assert (first["b"], second["b"]) == (1, 0)
+    saved["state"][1]["averager.slots.c"] = torch.zeros(())
+    with pytest.raises(ValueError, match=r"unexpected \['slots.c of parameter 1'\]"):
+        optimizer.load_state_dict(saved)
 
 
 def test_a_plain_optimizer_loads_the_state():

@@ -36,10 +36,16 @@ def accelerator(**options):
             forget()
 
 
-def prepared(accelerator, lr=0.1):
+def plain():
     torch.manual_seed(0)
     model = torch.nn.Linear(3, 2)
-    return accelerator.prepare(model, torch.optim.SGD(model.parameters(), lr=lr))
+    return model, torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+
+
+@contextlib.contextmanager
+def prepared(**options):
+    with accelerator(**options) as acc:
+        yield acc, *acc.prepare(*plain())
 
 
 def update(accelerator, model, optimizer, seed):
@@ -60,15 +66,21 @@ def same(model):
     return bool((everyone == everyone[0]).all())
 
 
+def run(accelerator, model, optimizer, local_sgd, steps):
+    """The weights after each step."""
+    found = []
+    for step in range(steps):
+        update(accelerator, model, optimizer, step)
+        local_sgd.step()
+        found.append(weights(model))
+    return found
+
+
 def train(local_sgd_class, accelerator, steps, every):
     """The weights after each step, and at the end."""
-    model, optimizer = prepared(accelerator)
-    found = []
+    model, optimizer = accelerator.prepare(*plain())
     with local_sgd_class(accelerator, model, local_sgd_steps=every) as local_sgd:
-        for step in range(steps):
-            update(accelerator, model, optimizer, step)
-            local_sgd.step()
-            found.append(weights(model))
+        found = run(accelerator, model, optimizer, local_sgd, steps)
     assert model.require_backward_grad_sync
     return [*found, weights(model)], same(model)
 
@@ -87,8 +99,7 @@ def parity_body():
 
 def accumulation_body():
     """A step is an update: averages come between two of them, never inside of one."""
-    with accelerator(gradient_accumulation_steps=2) as acc:
-        model, optimizer = prepared(acc)
+    with prepared(gradient_accumulation_steps=2) as (acc, model, optimizer):
         found = []
         with dropin.LocalSGD(acc, model, local_sgd_steps=2) as local_sgd:
             for micro_batch in range(8):
@@ -103,24 +114,20 @@ def accumulation_body():
 
 def exception_body():
     """On the way out of an exception nothing is communicated, and the model is restored."""
-    with accelerator() as acc:
-        model, optimizer = prepared(acc)
+    with prepared() as (acc, model, optimizer):
         local_sgd = dropin.LocalSGD(acc, model, local_sgd_steps=8)
         local_sgd._replicas = recorded = mt.Recorded(mt.Distributed())
         before = []
 
         def fail():
-            with local_sgd:
-                for step in range(1 + dist.get_rank()):  # after other steps on every rank
-                    update(acc, model, optimizer, step)
-                    local_sgd.step()
-                before.append(weights(model))
+            with local_sgd:  # after other steps on every rank
+                before.extend(run(acc, model, optimizer, local_sgd, 1 + dist.get_rank()))
                 raise ZeroDivisionError
 
         with pytest.raises(ZeroDivisionError):
             fail()
         assert not recorded.calls
-        assert torch.equal(weights(model), before[0])
+        assert torch.equal(weights(model), before[-1])
         assert model.require_backward_grad_sync
 
         local_sgd._replicas = None  # the average at the end fails
@@ -131,24 +138,20 @@ def exception_body():
 
 def twice_body():
     """Nothing is averaged at the end when the last step was, and again in the next context."""
-    with accelerator() as acc:
-        model, optimizer = prepared(acc)
+    with prepared() as (acc, model, optimizer):
         local_sgd = dropin.LocalSGD(acc, model, local_sgd_steps=2)
         local_sgd._replicas = recorded = mt.Recorded(mt.Distributed())
         counts = []
         for steps in (4, 1, 0):
             with local_sgd:
-                for step in range(steps):
-                    update(acc, model, optimizer, step)
-                    local_sgd.step()
+                run(acc, model, optimizer, local_sgd, steps)
             counts.append(len(recorded.calls))
             assert same(model)
         assert counts[:2] == [2, 3]
 
 
 def disabled_body():
-    with accelerator() as acc:
-        model, optimizer = prepared(acc)
+    with prepared() as (acc, model, optimizer):
         with dropin.LocalSGD(acc, model, None, enabled=False) as local_sgd:
             update(acc, model, optimizer, 0)
             local_sgd.step()
@@ -171,9 +174,7 @@ def optimizers_body():
     for wrap in (averaging, post_local):
         for inside in (True, False):
             with accelerator(gradient_accumulation_steps=2) as acc:
-                torch.manual_seed(0)
-                model = torch.nn.Linear(3, 2)
-                optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+                model, optimizer = plain()
                 first, second = (wrap, acc.prepare) if inside else (acc.prepare, wrap)
                 optimizer = second(first(optimizer))
                 found = []

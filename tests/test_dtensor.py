@@ -17,8 +17,10 @@ from meantime.codecs.layout import local
 from tests.test_distributed import all_bits, check_mean, raises
 
 
-def mesh_of_four():
-    return init_device_mesh("cpu", (2, 2), mesh_dim_names=("replicate", "shard"))
+def job_of_four():
+    """The mesh, the replica and the shard of this process, and the replicas."""
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("replicate", "shard"))
+    return mesh, *mesh.get_coordinate(), mt.Distributed(mesh["replicate"])
 
 
 def values(seed: int) -> dict[str, torch.Tensor]:
@@ -72,9 +74,7 @@ def full(tree, mesh):
 
 
 def collectives_body():
-    mesh = mesh_of_four()
-    replica = mesh["replicate"].get_local_rank()
-    world = mt.Distributed(mesh["replicate"])
+    mesh, replica, _, world = job_of_four()
     trees = [values(r) for r in range(2)]
     for weights in (None, [3.0, 0.5], [0.0, 2.0]):
         for donate in (False, True):
@@ -98,9 +98,7 @@ def test_collectives(gloo):
 
 def compressed_body():
     """Shards of the same place are compressed as the vector of all that a process holds."""
-    mesh = mesh_of_four()
-    replica, place = (mesh[name].get_local_rank() for name in ("replicate", "shard"))
-    world = mt.Distributed(mesh["replicate"])
+    mesh, replica, place, world = job_of_four()
     for codec in (mt.codecs.bf16(), mt.codecs.int8(4), mt.codecs.topk(0.3, block=4)):
         both = [sharded(values(r), mesh) for r in range(2)]
         vectors = [torch.cat([local(x).flatten() for x in mt.tree.leaves(t)]) for t in both]
@@ -121,9 +119,7 @@ def test_compressed_means(gloo):
 
 def not_finite_body():
     """A NaN in one shard of one replica: no shard of that replica takes part."""
-    mesh = mesh_of_four()
-    replica, place = (mesh[name].get_local_rank() for name in ("replicate", "shard"))
-    world = mt.Distributed(mesh["replicate"])
+    mesh, replica, place, world = job_of_four()
     for codec in (None, mt.codecs.bf16()):
         for key in ("weight", "uneven", "last"):
             mine = sharded(values(replica), mesh)
@@ -156,7 +152,7 @@ def test_not_finite(gloo):
 
 def refusals_body():
     """Every process raises before anything is sent, and the job is alive afterwards."""
-    mesh = mesh_of_four()
+    mesh, _, _, replicas = job_of_four()
     mine = sharded(values(0), mesh)
     for group in (mesh["shard"], None):
         for tree in (mine, {"w": mine["weight"]}):
@@ -175,7 +171,7 @@ def refusals_body():
     assert "at [0]" in message, message
     assert "at [1]" in message, message
     partial = DTensor.from_local(torch.ones(2), mesh["shard"], [Partial()], run_check=False)
-    message = raises(TypeError, mt.Distributed(mesh["replicate"]).mean, [partial])
+    message = raises(TypeError, replicas.mean, [partial])
     assert "[0] is Partial" in message, message
     assert "redistribute" in message
     tx = mt.codecs.powersgd(1)
@@ -206,12 +202,10 @@ TRANSFORMS = {
 
 def training_body(name: str):
     """Sharded replicas make the steps of whole ones; saved and resumed in the middle."""
-    mesh = mesh_of_four()
-    replica = mesh["replicate"].get_local_rank()
+    mesh, replica, _, world = job_of_four()
     tx = TRANSFORMS[name]()
 
     def train(place, donate=False):
-        world = mt.Distributed(mesh["replicate"])
         params = place(values(0))
         state = tx.init(params)
         for t in range(6):
@@ -245,8 +239,7 @@ def test_training(gloo, name):
 
 def fully_sharded_body():
     """FSDP2 on one dimension of the mesh, and on both (hybrid: its replicas are equal)."""
-    mesh = mesh_of_four()
-    replica = mesh["replicate"].get_local_rank()
+    mesh, replica, _, world = job_of_four()
     for inner in (mesh["shard"], mesh):
         torch.manual_seed(0)
         model = torch.nn.Sequential(torch.nn.Linear(3, 5), torch.nn.Tanh(), torch.nn.Linear(5, 1))
@@ -258,7 +251,7 @@ def fully_sharded_body():
             for p in params.values():
                 p.add_(replica)
         places = [p.to_local().data_ptr() for p in params.values()]
-        mt.Distributed(mesh["replicate"]).mean(params, donate=True)
+        world.mean(params, donate=True)
         assert [p.to_local().data_ptr() for p in params.values()] == places
         for name, p in params.items():
             torch.testing.assert_close(p.full_tensor(), start[name] + 0.5)

@@ -4,13 +4,12 @@ import tempfile
 
 import torch
 import torch.distributed as dist
-import torch.distributed.checkpoint as dcp
-from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 
 import meantime as mt
 from meantime.adapters import AveragingOptimizer
+from tests import checkpoints
 
 
 def batch(step: int, rank: int) -> torch.Tensor:
@@ -120,19 +119,11 @@ def training_body(folder):
     averager = mt.diloco(mt.identity(), every=4)
     model, optimizer = sharded(mesh, averager)
     train(model, optimizer, range(6))
-    states = dict(zip(("model", "optimizer"), get_state_dict(model, optimizer), strict=True))
-    dcp.save({f"replica{replica}": states}, checkpoint_id=folder)
+    checkpoints.save(folder, model, optimizer, replica)
     train(model, optimizer, range(6, 11))
 
     other, resumed = sharded(mesh, averager)
-    states = dict(zip(("model", "optimizer"), get_state_dict(other, resumed), strict=True))
-    dcp.load({f"replica{replica}": states}, checkpoint_id=folder)
-    set_state_dict(
-        other,
-        resumed,
-        model_state_dict=states["model"],
-        optim_state_dict=states["optimizer"],
-    )
+    checkpoints.load(folder, other, resumed, replica)
     train(other, resumed, range(6, 11))
     assert all(torch.equal(a, b) for a, b in zip(values(model), values(other), strict=True))
     with resumed.averaged_parameters():

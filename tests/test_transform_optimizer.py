@@ -10,6 +10,7 @@ import torch
 
 import meantime as mt
 from meantime.adapters import TransformOptimizer, from_torch
+from tests import checkpoints
 
 
 def adamw(lr, weight_decay=0.01):
@@ -336,31 +337,17 @@ def test_a_copy_goes_its_own_way(way):
 @pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
 @every_make
 def test_distributed_checkpoint(make, tmp_path):
-    import torch.distributed.checkpoint as dcp
-    from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
-
-    def saved(model, optimizer):
-        parts = get_state_dict(model, optimizer)
-        return dict(zip(("model", "optimizer"), parts, strict=True))
-
     whole = network()
     train(whole, TransformOptimizer(groups_of_lr(whole), make, lr=0.1), 4)
 
     model = network()
     optimizer = TransformOptimizer(groups_of_lr(model), make, lr=0.1)
     train(model, optimizer, 2)
-    dcp.save(saved(model, optimizer), checkpoint_id=tmp_path, no_dist=True)
+    checkpoints.save(tmp_path, model, optimizer)
 
     second = network(seed=1)
     resumed = TransformOptimizer(groups_of_lr(second), make, lr=0.1)
-    loaded = saved(second, resumed)
-    dcp.load(loaded, checkpoint_id=tmp_path, no_dist=True)
-    set_state_dict(
-        second,
-        resumed,
-        model_state_dict=loaded["model"],
-        optim_state_dict=loaded["optimizer"],
-    )
+    checkpoints.load(tmp_path, second, resumed)
     train(second, resumed, 2, start=2)
     assert_equal(values(whole), values(second))
 

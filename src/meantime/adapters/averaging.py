@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import operator
-from collections.abc import Mapping
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -11,7 +11,9 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from meantime.adapters.in_place import write
-from meantime.adapters.start import check_parameters
+from meantime.adapters.packing import pack, unpack
+from meantime.adapters.per_parameter import Place, places
+from meantime.adapters.start import check_direction, check_parameters
 from meantime.adapters.synchronisation import Recorder
 from meantime.averaging import (
     DelayedState,
@@ -22,13 +24,16 @@ from meantime.averaging import (
     OverlappedState,
     PeriodicState,
     PushSumState,
+    TrajectoryState,
+    average_params,
+    averaged_params,
 )
-from meantime.keywords import CONTRACT, keywords, pick
-from meantime.replicas import Solo
+from meantime.keywords import CONTRACT, pick
 from meantime.replicas.base import Levels
 from meantime.state import find_all, load_state_dict, state_dict
 from meantime.transform import as_transform
-from meantime.tree import vdot
+
+COMMON = -1  # the replica of a state that is the same on all
 
 # The states of what leaves replicas apart, and of what makes them equal only when that is forced.
 _APART = (EagerState,)
@@ -46,14 +51,17 @@ class Averaging:
         averager: the transform.
         state: its state.
         recorder: the replicas.
+        steps: the local steps made.
+        equal: whether the parameters are those of all replicas.
     """
 
     def __init__(self, optimizer: Optimizer, averager: Any, replicas: Levels):
         self.optimizer = optimizer
         self.averager = as_transform(averager)
         self.recorder = Recorder(replicas)
+        self.steps, self.equal = 0, True
         self.admit()
-        self._check_direction()
+        check_direction(self.averager, self._tree, replicas, optimizer)
 
     def admit(self) -> None:
         """Look again who takes part, with a new state."""
@@ -101,14 +109,6 @@ class Averaging:
         rounds = find_all(self.state, PeriodicState)
         return any(bool(r.count < r.start) for r in rounds)
 
-    def equal_after(self, now: bool) -> bool:
-        """Whether all replicas have the same parameters after the last synchronisation of all,
-        which was forced or not."""
-        kinds: tuple[type, ...] = _APART if now else (*_APART, *_FORCED)
-        if any(find_all(self.state, kind) for kind in kinds):
-            return False
-        return now or all(bool(r.count == r.start) for r in find_all(self.state, PeriodicState))
-
     def average(self, **extra: Any) -> bool:
         """`average` the parameters; whether that communicated, as the recorder has it."""
         parameters = self.tree
@@ -120,7 +120,20 @@ class Averaging:
         )
         if averaged is not parameters:
             write(parameters, averaged)
+        if extra.get("counts", True):
+            self.steps += 1
+            self.equal = False
+        if self.recorder.communicated:
+            self.equal = self.recorder.globally and self._together(extra.get("now", False))
         return self.recorder.communicated
+
+    def _together(self, now: bool) -> bool:
+        """Whether all replicas have the same parameters after a synchronisation of all, which was
+        forced or not."""
+        kinds: tuple[type, ...] = _APART if now else (*_APART, *_FORCED)
+        if any(find_all(self.state, kind) for kind in kinds):
+            return False
+        return now or all(bool(r.count == r.start) for r in find_all(self.state, PeriodicState))
 
     def update_gradients(self, **extra: Any) -> bool:
         """`update` the gradients; whether that communicated. A parameter without a gradient has
@@ -148,25 +161,50 @@ class Averaging:
         return communicated
 
     @torch.no_grad()
-    def _check_direction(self) -> None:
-        """Refuse a transform that makes steps of gradients, by what it makes of ones."""
-        if not self.averager.updates:
-            return
-        ones = [
-            None if p is None else torch.ones((1,) * p.ndim, dtype=p.dtype, device=p.device)
-            for p in self._tree
-        ]
-        levels = self.recorder.levels
-        alone = {name: Solo() for name in levels} if isinstance(levels, Mapping) else Solo()
-        state = self.averager.init(ones)
-        try:
-            updates, _ = self.averager.update(ones, state, ones, replicas=alone)
-        except TypeError:
-            if (keywords(self.averager.update) or CONTRACT) <= CONTRACT | {"weight"}:
-                raise
-            return  # it may need arguments which only a step has
-        if float(vdot(ones, updates).real) < 0:
+    def show_means(self) -> None:
+        """Set the parameters to the means of all replicas: of their averages along the trajectory
+        where the averager keeps some, else of what the parameters are."""
+        parameters = self.tree
+        values = parameters
+        if find_all(self.state, TrajectoryState):
+            values = averaged_params(self.state, parameters)
+        means = average_params()
+        values, _ = means.average(values, means.init(values), replicas=self.recorder.world)
+        write(parameters, values)
+
+    def saved(self, inner: dict[str, Any]) -> dict[str, Any]:
+        """The state dict of the optimizer, with the state, the steps and whose state it is."""
+        common = self.equal or self.warming_up
+        flat = {
+            **state_dict(self.state),
+            "steps": torch.tensor(self.steps),
+            "replica": torch.tensor(COMMON if common else int(self.recorder.world.rank)),
+        }
+        return pack(inner, flat, self._places)
+
+    def restored(self, saved: dict[str, Any]) -> tuple[Callable[[], None], dict[str, Any]]:
+        """What loads what `saved` added, checked before, and the state dict without it."""
+        inner, flat = unpack(saved, self._places)
+        if "steps" not in flat:
             raise ValueError(
-                f"{self.averager!r} turns gradients into steps, but here the steps are made by "
-                f"{type(self.optimizer).__name__}: give the recipe identity() for its inner one"
+                "this state dict has no averager state; to begin averaging from the checkpoint "
+                "of a plain optimizer, load it into that before it is wrapped"
             )
+        steps, replica = int(flat.pop("steps")), int(flat.pop("replica"))
+        rank = int(self.recorder.world.rank)
+        if replica not in (COMMON, rank):
+            raise ValueError(
+                f"this is the state of replica {replica} in the middle of a round, and this is "
+                f"replica {rank}: save and load every replica's own state, call average_now() "
+                "before saving, or pass of_any_replica=True to go on from it"
+            )
+        state = load_state_dict(self.state, flat)
+
+        def finish() -> None:
+            self.state, self.steps, self.equal = state, steps, replica == COMMON
+
+        return finish, inner
+
+    @property
+    def _places(self) -> dict[str, Place]:
+        return places(self.state, len(self.everyone))

@@ -9,29 +9,27 @@ from collections.abc import Callable, Iterator, Mapping
 from typing import Any, Literal
 
 import torch
-from torch.distributed.algorithms.join import Join, Joinable
+from torch.distributed.algorithms.join import Join
 from torch.optim import Optimizer
 
 from meantime.adapters.arena import arena as move_to_arena
-from meantime.adapters.averaging import Averaging
+from meantime.adapters.averaging import COMMON, Averaging
 from meantime.adapters.companions import Companions
 from meantime.adapters.in_place import write
-from meantime.adapters.joining import OutOfData
-from meantime.adapters.packing import PREFIX, pack, unpack
+from meantime.adapters.joining import Joining
+from meantime.adapters.packing import share
 from meantime.adapters.start import check_choice, equal_start
 from meantime.adapters.synchronisation import Synchronisation
 from meantime.adapters.wrapper import OptimizerWrapper, eagerly
-from meantime.averaging import OuterState, TrajectoryState, average_params, averaged_params
-from meantime.keywords import pick
+from meantime.averaging import OuterState
 from meantime.replicas.base import Levels
-from meantime.state import find_all, load_state_dict, state_dict
+from meantime.state import find_all
 from meantime.transform import Transform
 
 _LOGGER = logging.getLogger("meantime")
-_COMMON = -1  # the replica of a state that is the same on all
 
 
-class AveragingOptimizer(OptimizerWrapper, Joinable):
+class AveragingOptimizer(OptimizerWrapper, Joining):
     """Any `torch.optim` optimizer, with an averager run once after every step.
 
     To the rest of the script it is the optimizer inside: `param_groups`, `state` and `defaults`
@@ -107,7 +105,7 @@ class AveragingOptimizer(OptimizerWrapper, Joinable):
     ):
         check_choice("start", start, ("broadcast", "check"))
         OptimizerWrapper.__init__(self, optimizer)
-        Joinable.__init__(self)
+        Joining.__init__(self)
         self.replicas = replicas
         self.on_synchronisation = on_synchronisation
         self.last_synchronisation: Synchronisation | None = None
@@ -115,9 +113,7 @@ class AveragingOptimizer(OptimizerWrapper, Joinable):
         self._world = self._averaging.recorder.world
         self._companions = Companions(optimizer, model, buffers, optimizer_state)
         self._extra: dict[str, Any] = {}  # arguments of the present step
-        self._steps = 0
-        self._equal = True  # whether the parameters are those of all replicas
-        self._shown = False  # whether they stand aside for averaged ones
+        self._shown = False  # whether averaged parameters are shown
         if arena:
             move_to_arena(self._averaging.parameters)
         parameters = self._averaging.everyone  # frozen ones too
@@ -219,22 +215,15 @@ class AveragingOptimizer(OptimizerWrapper, Joinable):
     def _average(self, **extra: Any) -> None:
         began = time.perf_counter()
         extra = {**self._extra, **extra}
-        self._averaging.recorder.measure(self.on_synchronisation is not None)
-        communicated = self._averaging.average(**extra)
-        if extra.get("counts", True):
-            self._steps += 1
-            self._equal = False
-        if communicated:
-            self._synchronised(began, extra.get("now", False), extra.get("weight"))
-
-    def _synchronised(self, began: float, now: bool, weight: Any) -> None:
-        """What comes after a synchronisation of the parameters."""
-        recorder = self._averaging.recorder
-        self._equal = recorder.globally and self._averaging.equal_after(now)
+        averaging, recorder = self._averaging, self._averaging.recorder
+        recorder.measure(self.on_synchronisation is not None)
+        communicated = averaging.average(**extra)
         recorder.measure(False)
-        self._companions.synchronise(self._averaging.parameters, recorder.reached, weight)
-        outer = bool(find_all(self.averager_state, OuterState))
-        done = recorder.summary(self._steps, time.perf_counter() - began, outer)
+        if not communicated:
+            return
+        self._companions.synchronise(averaging.parameters, recorder.reached, extra.get("weight"))
+        outer = bool(find_all(averaging.state, OuterState))
+        done = recorder.summary(averaging.steps, time.perf_counter() - began, outer)
         recorder.clear()
         self.last_synchronisation = done
         _LOGGER.info("%s", done)
@@ -256,32 +245,14 @@ class AveragingOptimizer(OptimizerWrapper, Joinable):
         saved = [x.detach().clone() for x in own]
         self._shown = True
         try:
-            self._show_averages()
+            self._averaging.show_means()
+            self._companions.synchronise_buffers(self._world)
             yield
         finally:
             self._shown = False
             write(own, saved)
 
-    @torch.no_grad()
-    def _show_averages(self) -> None:
-        values = self._averaging.tree
-        if find_all(self.averager_state, TrajectoryState):
-            values = averaged_params(self.averager_state, values)
-        means = average_params()
-        values, _ = means.average(values, means.init(values), replicas=self._world)
-        write(self._averaging.tree, values)
-        self._companions.synchronise_buffers(self._world)
-
     # --- checkpoints ---------------------------------------------------------------------------
-
-    def _saved(self, inner: dict[str, Any]) -> dict[str, Any]:
-        common = self._equal or self.warming_up
-        flat = {
-            **state_dict(self.averager_state),
-            "steps": torch.tensor(self._steps),
-            "replica": torch.tensor(_COMMON if common else int(self._world.rank)),
-        }
-        return pack(inner, flat, self._averaging.everyone)
 
     def load_state_dict(
         self, state_dict: Mapping[str, Any], *, of_any_replica: bool = False
@@ -301,51 +272,14 @@ class AveragingOptimizer(OptimizerWrapper, Joinable):
                 loaded then.
         """
         if of_any_replica:
-            common = {PREFIX + "replica": torch.tensor(_COMMON)}
-            groups = [{**group, **common} for group in state_dict["param_groups"]]
-            state_dict = {**state_dict, "param_groups": groups}
+            state_dict = share(state_dict, {"replica": torch.tensor(COMMON)})
         super().load_state_dict(state_dict)
 
+    def _saved(self, inner: dict[str, Any]) -> dict[str, Any]:
+        return self._averaging.saved(inner)
+
     def _restored(self, saved: dict[str, Any]) -> tuple[Callable[[], None], dict[str, Any]]:
-        inner, flat = unpack(saved)
-        if not flat:
-            raise ValueError(
-                "this state dict has no averager state; to begin averaging from the checkpoint "
-                "of a plain optimizer, load it into that before it is wrapped"
-            )
-        steps, replica = int(flat.pop("steps")), int(flat.pop("replica"))
-        rank = int(self._world.rank)
-        if replica not in (_COMMON, rank):
-            raise ValueError(
-                f"this is the state of replica {replica} in the middle of a round, and this is "
-                f"replica {rank}: save and load every replica's own state, call average_now() "
-                "before saving, or pass of_any_replica=True to go on from it"
-            )
-        state = load_state_dict(self.averager_state, flat)
-
-        def finish() -> None:
-            self._averaging.state, self._steps = state, steps
-            self._equal = replica == _COMMON
-
-        return finish, inner
-
-    # --- uneven data: `torch.distributed.algorithms.Join` ---------------------------------------
-
-    def join_hook(self, **kwargs: Any) -> OutOfData:
-        """For `Join`: a replica that is out of data takes part with weight 0."""
-        if not pick(self.averager.average, {"weight": 0.0}):
-            raise TypeError(
-                f"{self.averager!r} takes no weights: it cannot go on without a replica"
-            )
-        return OutOfData(self)
-
-    @property
-    def join_device(self) -> torch.device:
-        return self._averaging.everyone[0].device
-
-    @property
-    def join_process_group(self) -> Any:
-        return getattr(self._world, "group", None)
+        return self._averaging.restored(saved)
 
     def __repr__(self) -> str:
         return f"{type(self).__name__}({self.optimizer!r}, {self.averager!r})"

@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
+from typing import Any
 
 import torch
-from torch import Tensor
 
 
 @torch.no_grad()
-def write(tensors: Iterable[Tensor | None], values: Iterable[Tensor | None]) -> None:
-    """Copy values into tensors that are not those values already."""
+def write(tensors: Iterable[Any], values: Iterable[Any]) -> None:
+    """Copy values into tensors that are not those values already; `None` stands where `None` is."""
     for tensor, value in zip(tensors, values, strict=True):
-        if tensor is not None and value is not None and value is not tensor:
+        if value is not tensor:
             tensor.copy_(value)

@@ -17,6 +17,11 @@ Entries = dict[str, Any]
 """What a state holds of one parameter, by its path there; and what it holds of all of them."""
 
 
+Place = tuple[int | None, str]
+"""The position of the parameter a leaf of a state belongs to, None if to all of them, and the
+path of the leaf less that position."""
+
+
 class Layout(NamedTuple):
     """The structure of a state with every list of parameters as one leaf, the paths of these
     leaves, and those among them that are no lists: what the parameters share (a counter, say)."""
@@ -69,6 +74,20 @@ def layout(tx: Transform, parameters: list[Tensor]) -> Layout:
     return _apart(tx.init([_abstract(p) for p in parameters]))[0]
 
 
+def places(state: Any, count: int) -> dict[str, Place]:
+    """Where each leaf of the state of so many parameters belongs, by its path."""
+    found: dict[str, Place] = {}
+    kept, columns = _apart(state)
+    for name, column in zip(kept.names, columns, strict=True):
+        shared = name in kept.shared or len(column) != count  # a list of something else
+        rows = [(None, column)] if shared else enumerate(column)
+        for position, entry in rows:
+            for rest in state_dict(entry):
+                parts = name, "" if position is None else str(position), rest
+                found[_joined(*parts)] = position, _joined(name, rest)
+    return found
+
+
 def new_entries(tx: Transform, parameter: Tensor) -> Entries:
     """Those of a parameter that was not stepped yet."""
     kept, columns = _apart(tx.init([parameter]))
@@ -99,6 +118,10 @@ def _apart(state: Any) -> tuple[Layout, list[Any]]:
     names = tuple(state_dict(spec.unflatten(range(len(columns)))))
     shared = frozenset(name for name, x in zip(names, columns, strict=True) if not _is_list(x))
     return Layout(spec, names, shared), columns
+
+
+def _joined(*parts: str) -> str:
+    return ".".join(filter(None, parts))
 
 
 def _is_list(node: Any) -> bool:

@@ -3,16 +3,21 @@
 from __future__ import annotations
 
 import hashlib
+from collections.abc import Mapping
 
 import torch
 from torch import Tensor
+from torch.optim import Optimizer
 
 from meantime.adapters.in_place import write
 from meantime.codecs.layout import local
+from meantime.keywords import CONTRACT, keywords
+from meantime.replicas import Solo
 from meantime.replicas.agreement import compare_lines, describe
-from meantime.replicas.base import Replicas
+from meantime.replicas.base import Levels, Replicas
 from meantime.replicas.shards import without_values
 from meantime.transform import Transform
+from meantime.tree import vdot
 
 
 def check_choice(name: str, value: str, choices: tuple[str, ...]) -> None:
@@ -25,6 +30,32 @@ def check_parameters(parameters: list[Tensor]) -> None:
     for i, parameter in enumerate(parameters):
         if (lack := without_values(parameter)) is not None:
             raise TypeError(f"parameter {i} {lack}")
+
+
+@torch.no_grad()
+def check_direction(
+    averager: Transform, parameters: list[Tensor | None], levels: Levels, optimizer: Optimizer
+) -> None:
+    """Refuse a transform that makes steps of gradients, by what it makes of ones."""
+    if not averager.updates:
+        return
+    ones = [
+        None if p is None else torch.ones((1,) * p.ndim, dtype=p.dtype, device=p.device)
+        for p in parameters
+    ]
+    alone = {name: Solo() for name in levels} if isinstance(levels, Mapping) else Solo()
+    try:
+        updates, _ = averager.update(ones, averager.init(ones), ones, replicas=alone)
+    except TypeError:
+        named = keywords(averager.update)
+        if named is not None and named <= CONTRACT | {"weight"}:
+            raise
+        return  # it may need arguments that only a step has
+    if float(vdot(ones, updates).real) < 0:
+        raise ValueError(
+            f"{averager!r} turns gradients into steps, but here the steps are made by "
+            f"{type(optimizer).__name__}: give the recipe identity() for its inner one"
+        )
 
 
 @torch.no_grad()
