@@ -251,7 +251,7 @@ def qsr(
         ValueError: `alpha` or `power` is not positive, `base` is below 1, `warmup` negative.
         TypeError: `base` or `warmup` is not an integer.
 
-    Gu et al. 2024 (https://arxiv.org/abs/2310.14423), eq. 2 and section 2.
+    Gu et al. 2024 (https://arxiv.org/abs/2310.14423), section 2.
 
     Example:
         >>> period = qsr(linear(0.1, 0.0, steps=100), alpha=0.25, base=8)

@@ -55,7 +55,8 @@ def delayed(averager: Any, steps: int, merge: float | Literal["delta"] = 0.0) ->
         ValueError: `steps` is negative, or `merge` is outside of [0, 1].
         TypeError: `steps` is not an integer, or `averager` is not a `periodic(...)`.
 
-    Douillard et al. 2025 (https://arxiv.org/abs/2501.18512), section 2.3, for the first formula.
+    Douillard et al. 2025 (https://arxiv.org/abs/2501.18512), on overlapped communication, for
+    the first formula.
 
     Example:
         >>> import torch, meantime as mt

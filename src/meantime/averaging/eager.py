@@ -52,7 +52,7 @@ def eager_mean(over: str | None = None, codec: Codec | None = None) -> Transform
     Raises:
         TypeError: see `mean`.
 
-    Kale et al. 2025 (https://arxiv.org/abs/2502.12996), section 3.
+    Kale et al. 2025 (https://arxiv.org/abs/2502.12996), the eager updates.
 
     Example:
         >>> import torch, meantime as mt

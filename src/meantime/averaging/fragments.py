@@ -141,8 +141,8 @@ def fragments(
         count: how many fragments.
         pattern: `"size"`: consecutive leaves, cut so that sizes are similar. `"sequential"`: the
             same with whole layers. `"strided"`: layer i goes to fragment i modulo `count`, so
-            that each has near and far ones (Douillard et al. 2025,
-            https://arxiv.org/abs/2501.18512, section 3.1).
+            that each has early and late ones (Douillard et al. 2025,
+            https://arxiv.org/abs/2501.18512).
 
     The leaves of a layer have the same path up to the first number in it (`blocks.3`), which
     orders the layers; those without a number, the same path but for its last part.

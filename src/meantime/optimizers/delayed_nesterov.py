@@ -71,7 +71,7 @@ def delayed_nesterov(
         ValueError: a number is out of range.
         TypeError: `every` is not an integer.
 
-    Liu et al. 2024 (https://arxiv.org/abs/2401.09135), algorithm 3.
+    Liu et al. 2024 (https://arxiv.org/abs/2401.09135), the delayed Nesterov update.
 
     Example:
         >>> import torch, meantime as mt
