@@ -55,6 +55,16 @@ def ref_local(theta, grad, inner, every, warmup=0, last=None):
         yield theta
 
 
+def ref_skipping(theta, grad, rules, every):
+    """Each replica has a rule of its own, and no update where its second target is negative."""
+    for t in range(1, STEPS + 1):
+        busy = data().y[:, t - 1, 1] > 0
+        rows = zip(rules, theta, grad(theta, t), busy, strict=True)
+        theta = np.stack([rule(x, g) if works else x for rule, x, g, works in rows])
+        theta = everyone(theta) if t % every == 0 else theta
+        yield theta
+
+
 def ref_weighted(theta, grad, inner, warmup, due):
     """Means by the weights of the recipe; of gradients first, of parameters after these steps."""
 
@@ -109,6 +119,14 @@ RECIPES = {
     "local_sgd, lion": Recipe(
         lambda: mt.local_sgd(mt.lion(0.03, weight_decay=0.1), every=4),
         lambda theta, grad: ref_local(theta, grad, NumpyLion(0.03, 0.1), every=4),
+    ),
+    "local_sgd, skipped updates": Recipe(
+        lambda: mt.local_sgd(mt.adamw(_falling, weight_decay=0.1), every=3),
+        lambda theta, grad: ref_skipping(
+            theta, grad, [NumpyAdamW(falling, 0.1) for _ in theta], every=3
+        ),
+        busy=lambda y: y[1] > 0,
+        jax_tolerance=1e-6,
     ),
     "hierarchical_sgd": Recipe(
         lambda: mt.hierarchical_sgd(mt.sgd(0.1, momentum=0.5), {"node": 2, "world": 6}),

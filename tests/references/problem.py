@@ -70,17 +70,24 @@ class NumpySGD:
 
 
 class NumpyAdamW:
-    def __init__(self, rate: float, decay: float = 0.0, b1: float = 0.9, b2: float = 0.999):
+    def __init__(
+        self,
+        rate: float | Callable[[int], float],
+        decay: float = 0.0,
+        b1: float = 0.9,
+        b2: float = 0.999,
+    ):
         self.rate, self.decay, self.b1, self.b2 = rate, decay, b1, b2
         self.m = self.v = 0.0
         self.t = 0
 
     def __call__(self, theta, g):
+        rate = self.rate(self.t) if callable(self.rate) else self.rate
         self.t += 1
         self.m = self.b1 * self.m + (1 - self.b1) * g
         self.v = self.b2 * self.v + (1 - self.b2) * g**2
         m, v = self.m / (1 - self.b1**self.t), self.v / (1 - self.b2**self.t)
-        return theta - self.rate * (m / (np.sqrt(v) + 1e-8) + self.decay * theta)
+        return theta - rate * (m / (np.sqrt(v) + 1e-8) + self.decay * theta)
 
 
 def falling(step: int) -> float:

@@ -71,7 +71,7 @@ def scale_by_adam(
     check("eps", eps, 0)
 
     def init(params: Tree) -> AdamState:
-        return AdamState(counter(params), zeros_like(params), zeros_like(params))
+        return AdamState(counter(params, local=True), zeros_like(params), zeros_like(params))
 
     def update(updates: Tree, state: AdamState, params: Tree = None) -> tuple[Tree, AdamState]:
         decay1, decay2 = value_at(b1, state.count), value_at(b2, state.count)

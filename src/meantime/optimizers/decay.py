@@ -53,7 +53,7 @@ def add_decayed_weights(
     check("weight_decay", weight_decay, 0)
 
     def init(params: Tree) -> DecayState:
-        return DecayState(counter(params))
+        return DecayState(counter(params, local=True))
 
     def update(updates: Tree, state: DecayState, params: Tree = None) -> tuple[Tree, DecayState]:
         if params is None:

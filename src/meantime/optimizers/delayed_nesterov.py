@@ -88,7 +88,9 @@ def delayed_nesterov(
     check("c", c, 0, 1 / every)
 
     def init(params: Tree) -> DelayedNesterovState:
-        return DelayedNesterovState(counter(params), zeros_like(params), zeros_like(params))
+        return DelayedNesterovState(
+            counter(params, local=True), zeros_like(params), zeros_like(params)
+        )
 
     def update(
         updates: Tree, state: DelayedNesterovState, params: Tree = None

@@ -51,7 +51,7 @@ def scale_by_lion(b1: Hyperparameter = 0.9, b2: Hyperparameter = 0.99) -> Transf
     check("b2", b2, 0, 1)
 
     def init(params: Tree) -> LionState:
-        return LionState(counter(params), zeros_like(params))
+        return LionState(counter(params, local=True), zeros_like(params))
 
     def update(updates: Tree, state: LionState, params: Tree = None) -> tuple[Tree, LionState]:
         decay1, decay2 = value_at(b1, state.count), value_at(b2, state.count)

@@ -47,7 +47,7 @@ def with_hyperparameter(
         updates = rule(updates, value_at(hyperparameter, state.count))
         return updates, ScheduleState(increment(state.count))
 
-    return Transform(lambda params: ScheduleState(counter(params)), scheduled)
+    return Transform(lambda params: ScheduleState(counter(params, local=True)), scheduled)
 
 
 @made

@@ -73,7 +73,7 @@ def trace(
         raise ValueError(f"Nesterov momentum needs dampening=0, got {dampening!r}")
 
     def init(params: Tree) -> TraceState:
-        return TraceState(counter(params), zeros_like(params))
+        return TraceState(counter(params, local=True), zeros_like(params))
 
     def update(updates: Tree, state: TraceState, params: Tree = None) -> tuple[Tree, TraceState]:
         momentum = value_at(decay, state.count)
