@@ -7,7 +7,7 @@ from typing import Any, Literal, NamedTuple
 from meantime import arrays, tree
 from meantime.arrays import Array
 from meantime.averaging.periodic import PeriodicState
-from meantime.control import as_flag, cond, increment
+from meantime.control import as_flag, cond, increment, is_concrete
 from meantime.keywords import forwards, pick
 from meantime.made import made
 from meantime.schedules import check, check_integer
@@ -104,16 +104,18 @@ def delayed(averager: Any, steps: int, merge: float | Literal["delta"] = 0.0) ->
         donate: bool = False,
         **extra: Any,
     ) -> tuple[Tree, DelayedState]:
-        left = arrays.where(counts, arrays.maximum(state.left - 1, 0), state.left)
         begins = increment(state.averager.count, counts) >= state.averager.due
         forced = as_flag(now)
-        arrives = (state.left > 0) & ((left == 0) | begins | forced)
 
         def arrive(params: Tree, left: Array) -> tuple[Tree, Array]:
             sent = () if state.sent is None else (state.sent,)
             return tree.map(merged, params, state.pending, *sent), left * 0
 
-        params, left = cond(arrives, arrive, lambda *same: same, params, left)
+        left = state.left
+        if not (is_concrete(left) and left == 0):  # mostly nothing is under way
+            left = arrays.where(counts, arrays.maximum(left - 1, 0), left)
+            arrives = (state.left > 0) & ((left == 0) | begins | forced)
+            params, left = cond(arrives, arrive, lambda *same: same, params, left)
         # What is sent stays in use, so that it is not donated.
         result, averager = inner.average(
             params,
