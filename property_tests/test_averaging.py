@@ -131,8 +131,9 @@ def _with(x: torch.Tensor, rank: int, value: float) -> torch.Tensor:
 def test_equal_replicas(size: int, params: Any) -> None:
     everywhere = tree.map(lambda x: x.expand(size, *x.shape).clone(), params)
     found, _ = synchronised(mt.average_params(), size, everywhere)
-    # Within one rounding in float32 at least, which bfloat16 and float16 do not even see.
-    close("params", found, everywhere, "equal replicas moved", roundings=1.0)
+    # Within the roundings of a sum of so many terms, in float32 at least: bfloat16 and float16 do
+    # not even see them.
+    close("params", found, everywhere, "equal replicas moved", roundings=max(1.0, size / 2))
 
 
 def nesterov(*members: Any) -> mt.Transform:
@@ -156,6 +157,7 @@ DELTA_METHODS = {
 @given(replica_counts(8), trees(dtypes=[torch.float32, torch.bfloat16]))
 def test_replicas_that_stayed_at_the_anchor(name: str, size: int, params: Any) -> None:
     """Differences from an anchor are exactly zero, and so is their mean."""
+    params = tree.map(lambda x: x + 0.0, params)  # no -0
     everywhere = tree.map(lambda x: x.expand(size, *x.shape).clone(), params)
     found, _ = synchronised(DELTA_METHODS[name](), size, everywhere, start=params)
     same_bits("params", found, everywhere, "replicas that did not move were moved")

@@ -136,7 +136,7 @@ def test_vdot_and_global_norm(pair) -> None:
     assert abs(float(tree.vdot(*pair)) - flat[0] @ flat[1]) <= 1e-5 * size
     norm = np.linalg.norm(flat[0])
     found = tree.global_norm(pair[0])
-    assert abs(float(found) - norm) <= 1e-5 * norm
+    assert abs(float(found) - norm) <= 1e-5 * norm + 1e-18  # smaller squares underflow
     assert found.ndim == 0
     assert found.dtype in EXACT
 
