@@ -7,6 +7,7 @@ becomes a flat dict of arrays keyed by field path, which `torch.load(weights_onl
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any, TypeVar
 
 import optree
@@ -52,6 +53,30 @@ def find(state: Any, kind: type[S]) -> S:
         + (", ".join(sorted(kinds)) or "no named states")
         + (". Take one of mt.find_all(...)." if found else "")
     )
+
+
+def keeps_apart(*, forced: bool = False) -> Callable[[type[S]], type[S]]:
+    """Decorate the state of an averager after which replicas have different parameters; `forced`,
+    also where the synchronisation was forced with `now=True`."""
+
+    def decorate(kind: type[S]) -> type[S]:
+        kind.keeps_apart = forced  # type: ignore[attr-defined]
+        return kind
+
+    return decorate
+
+
+def leaves_equal(state: Any, forced: bool) -> bool:
+    """Whether all averagers of the state leave replicas equal after a synchronisation."""
+    kept: list[bool] = []
+
+    def note(node: Any) -> bool:
+        if hasattr(type(node), "keeps_apart"):
+            kept.append(type(node).keeps_apart or not forced)
+        return False
+
+    optree.tree_leaves(state, is_leaf=note)
+    return not any(kept)
 
 
 def state_dict(state: Any) -> dict[str, Array]:

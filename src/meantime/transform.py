@@ -245,29 +245,6 @@ def _descend(
     return done
 
 
-def updating(inner: Transform, field: str) -> Callable[..., Any] | None:
-    """The `update` of a transform around another one, whose state is a field of its own."""
-    if not inner.updates:
-        return None
-
-    @forwards(inner.update)
-    def update(updates: Tree, state: Any, params: Tree = None, **extra: Any) -> tuple[Tree, Any]:
-        updates, part = inner.update(
-            updates, getattr(state, field), params, **pick(inner.update, extra)
-        )
-        return updates, state._replace(**{field: part})
-
-    kernel = getattr(inner.update, "apply", None)
-    if kernel is not None:
-
-        def apply(updates: Tree, state: Any, params: Tree, **extra: Any) -> Any:
-            done = kernel(updates, getattr(state, field), params, **extra)
-            return None if done is None else (done[0], state._replace(**{field: done[1]}))
-
-        update.apply = apply  # type: ignore[attr-defined]
-    return update
-
-
 def step(tx: Any, grads: Tree, params: Tree, state: Any, **extra: Any) -> tuple[Tree, Any]:
     """One local step: `update`, `apply_updates`, `average`.
 

@@ -15,29 +15,14 @@ from meantime.adapters.packing import pack, unpack
 from meantime.adapters.per_parameter import Place, places
 from meantime.adapters.start import check_direction, check_parameters
 from meantime.adapters.synchronisation import Recorder
-from meantime.averaging import (
-    DelayedState,
-    EagerState,
-    ElasticState,
-    GossipState,
-    NoLoCoState,
-    OverlappedState,
-    PeriodicState,
-    PushSumState,
-    TrajectoryState,
-    average_params,
-    averaged_params,
-)
+from meantime.averaging import PeriodicState, TrajectoryState, average_params, averaged_params
 from meantime.keywords import CONTRACT, pick
 from meantime.replicas.base import Levels
-from meantime.state import find_all, load_state_dict, state_dict
+from meantime.state import find_all, leaves_equal, load_state_dict, state_dict
 from meantime.transform import as_transform
 
 COMMON = -1  # the replica of a state that is the same on all
 
-# The states of what leaves replicas apart, and of what makes them equal only when that is forced.
-_APART = (EagerState,)
-_FORCED = (DelayedState, ElasticState, GossipState, NoLoCoState, OverlappedState, PushSumState)
 _requires_grad = operator.attrgetter("requires_grad")
 
 
@@ -130,10 +115,9 @@ class Averaging:
     def _together(self, now: bool) -> bool:
         """Whether all replicas have the same parameters after a synchronisation of all, which was
         forced or not."""
-        kinds: tuple[type, ...] = _APART if now else (*_APART, *_FORCED)
-        if any(find_all(self.state, kind) for kind in kinds):
-            return False
-        return now or all(bool(r.count == r.start) for r in find_all(self.state, PeriodicState))
+        rounds = find_all(self.state, PeriodicState)
+        ended = now or all(bool(r.count == r.start) for r in rounds)
+        return ended and leaves_equal(self.state, now)
 
     def update_gradients(self, **extra: Any) -> bool:
         """`update` the gradients; whether that communicated. A parameter without a gradient has

@@ -6,15 +6,18 @@ from typing import Any, Literal, NamedTuple
 
 from meantime import arrays, tree
 from meantime.arrays import Array
+from meantime.averaging.around import update_of
 from meantime.averaging.periodic import PeriodicState
 from meantime.control import as_flag, cond, increment, is_concrete
 from meantime.keywords import forwards, pick
 from meantime.made import made
 from meantime.schedules import check, check_integer
-from meantime.transform import Transform, as_transform, updating
+from meantime.state import keeps_apart
+from meantime.transform import Transform, as_transform
 from meantime.tree import Tree, copy, zeros_like
 
 
+@keeps_apart()
 class DelayedState(NamedTuple):
     """Local steps until what is under way arrives (0-d int32; 0 if nothing is), what will arrive,
     the parameters that were sent (only for `merge="delta"`), and the averager's state."""
@@ -138,4 +141,4 @@ def delayed(averager: Any, steps: int, merge: float | Literal["delta"] = 0.0) ->
         )
         return result, DelayedState(left, pending, sent, averager)
 
-    return Transform(init, updating(inner, "averager"), average)
+    return Transform(init, update_of(inner, "averager"), average)

@@ -10,10 +10,12 @@ from meantime.codecs import Codec
 from meantime.control import select
 from meantime.made import made
 from meantime.replicas.base import Levels, resolve
+from meantime.state import keeps_apart
 from meantime.transform import Transform
 from meantime.tree import Tree, all_finite, leafwise, leaves, zeros_like
 
 
+@keeps_apart(forced=True)
 class EagerState(NamedTuple):
     """What the other replicas contributed to the last mean (at least float32, shaped like the
     parameters), and the state of the mean."""

@@ -5,16 +5,18 @@ from __future__ import annotations
 from typing import NamedTuple
 
 from meantime.arrays import Array
-from meantime.averaging.outer import anchor_of
+from meantime.averaging.anchors import anchor_of, restarted
 from meantime.averaging.parameters import MeanState, mean
 from meantime.control import as_flag, select
 from meantime.made import made
 from meantime.replicas.base import Levels, resolve
 from meantime.schedules import check
+from meantime.state import keeps_apart
 from meantime.transform import Transform
-from meantime.tree import Tree, all_finite, cast_like, copy, leafwise, leaves
+from meantime.tree import Tree, all_finite, leafwise, leaves
 
 
+@keeps_apart()
 class ElasticState(NamedTuple):
     """The center (at least float32, the same on all replicas), and the state of the mean."""
 
@@ -99,7 +101,7 @@ def elastic(pull: float = 0.9, over: str | None = None) -> Transform:
         params = select(
             all_finite(stretch) & (at_rest == 0),
             lambda: _relaxed(params, stretch, pull / size),
-            lambda: cast_like(copy(center), params),
+            lambda: restarted(center, params),
         )
         return params, ElasticState(center, counted)
 

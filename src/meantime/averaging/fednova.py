@@ -6,13 +6,13 @@ from typing import NamedTuple
 
 from meantime import arrays
 from meantime.arrays import Array
-from meantime.averaging.outer import anchor_of
+from meantime.averaging.anchors import anchor_of, restarted
 from meantime.averaging.parameters import MeanState, guarded_mean
 from meantime.control import counter, increment
 from meantime.made import made
 from meantime.replicas.base import Levels, resolve
 from meantime.transform import Transform
-from meantime.tree import Tree, cast_like, copy, leafwise, leaves, zeros_like
+from meantime.tree import Tree, leafwise, leaves, zeros_like
 
 
 class FedNovaState(NamedTuple):
@@ -102,6 +102,6 @@ def fednova(over: str | None = None) -> Transform:
             world, message, zeros_like, state.mean, weight, donate=False
         )
         anchor = _moved(state.anchor, rate, steps)
-        return cast_like(copy(anchor), params), FedNovaState(state.count * 0, anchor, mean)
+        return restarted(anchor, params), FedNovaState(state.count * 0, anchor, mean)
 
     return Transform(init, update, average)

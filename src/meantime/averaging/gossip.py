@@ -11,10 +11,12 @@ from meantime.averaging.parameters import MeanState, average_params
 from meantime.control import as_flag, cond, counter, increment, select, switch
 from meantime.made import made
 from meantime.replicas.base import Levels, Replicas, resolve
+from meantime.state import keeps_apart
 from meantime.transform import Transform
 from meantime.tree import Tree, all_finite, cast_like, leaves
 
 
+@keeps_apart()
 class GossipState(NamedTuple):
     """Calls made (0-d int32), and how many messages of this replica took no part."""
 

@@ -12,9 +12,10 @@ from typing import Any, NamedTuple
 import optree
 
 from meantime import arrays, tree
+from meantime.averaging.around import update_of
 from meantime.keywords import forwards, pick
 from meantime.made import made
-from meantime.transform import Transform, as_transform, updating
+from meantime.transform import Transform, as_transform
 from meantime.tree import Tree
 
 
@@ -125,7 +126,7 @@ def average_state(inner: Any, averagers: Mapping[str, Any]) -> Transform:
             inner_state = _with_fields(inner_state, name, fields)
         return params, InnerState(inner_state, states)
 
-    return Transform(init, updating(part, "inner"), average)
+    return Transform(init, update_of(part, "inner"), average)
 
 
 def _apart(state: Any, name: str) -> tuple[list[Any], list[int], Any]:

@@ -5,17 +5,19 @@ from __future__ import annotations
 from typing import NamedTuple
 
 from meantime.arrays import Array
+from meantime.averaging.anchors import anchor_of, restarted
 from meantime.averaging.gossip import mean_with
-from meantime.averaging.outer import anchor_of
 from meantime.averaging.parameters import MeanState, average_params
 from meantime.control import as_flag, cond, counter, increment, select, switch
 from meantime.made import made
 from meantime.replicas.base import Levels, Replicas, resolve
 from meantime.schedules import check, check_integer
+from meantime.state import keeps_apart
 from meantime.transform import Transform
-from meantime.tree import Tree, all_finite, cast_like, copy, leafwise, leaves, zeros_like
+from meantime.tree import Tree, all_finite, leafwise, leaves, zeros_like
 
 
+@keeps_apart()
 class NoLoCoState(NamedTuple):
     """Rounds made (0-d int32), this replica's slow weights and momentum (at least float32, shaped
     like the parameters), and how many of its messages took no part."""
@@ -129,7 +131,7 @@ def noloco(
 
         slow, momenta, mean = cond(as_flag(now), of_all, lambda *same: same, slow, momenta, mean)
         after = NoLoCoState(increment(state.count, counts), slow, momenta, mean)
-        return cast_like(copy(slow), params), after
+        return restarted(slow, params), after
 
     return Transform(init, average=average)
 

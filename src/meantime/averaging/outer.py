@@ -4,12 +4,11 @@ from __future__ import annotations
 
 from typing import Any, NamedTuple
 
-from meantime import arrays, tree
-from meantime.arrays import Array
+from meantime.averaging.anchors import anchor_of, pseudo_gradient, restarted
 from meantime.keywords import forwards
 from meantime.made import made
 from meantime.transform import Transform, as_transform, step
-from meantime.tree import Tree, cast_like, copy, leafwise
+from meantime.tree import Tree
 
 
 class OuterState(NamedTuple):
@@ -17,26 +16,6 @@ class OuterState(NamedTuple):
 
     anchor: Tree
     optimizer: Any
-
-
-def anchor_of(params: Tree, who: str) -> Tree:
-    """A copy of the parameters in at least float32.
-
-    Raises:
-        TypeError: a leaf is an integer or a bool, which takes no fractions of steps.
-    """
-    for path, leaf in zip(tree.paths(params), tree.leaves(params), strict=True):
-        if not arrays.is_inexact(leaf):
-            raise TypeError(
-                f"{who}(...) steps floating point parameters, but {path or 'the parameter'} "
-                f"is {leaf.dtype}: keep it out of the tree"
-            )
-    return copy(params, wide=True)
-
-
-@leafwise
-def _difference(anchor: Array, params: Array) -> Array:
-    return anchor - params
 
 
 @made
@@ -82,10 +61,10 @@ def outer(optimizer: Any) -> Transform:
 
     @forwards(inner.update, inner.average)
     def average(params: Tree, state: OuterState, **extra: Any) -> tuple[Tree, OuterState]:
-        delta = _difference(state.anchor, params)
+        delta = pseudo_gradient(state.anchor, params)
         # The anchor is still read after the optimizer's update.
         arguments = {k: v for k, v in extra.items() if k != "donate"}
         anchor, inner_state = step(inner, delta, state.anchor, state.optimizer, **arguments)
-        return cast_like(copy(anchor), params), OuterState(anchor, inner_state)
+        return restarted(anchor, params), OuterState(anchor, inner_state)
 
     return Transform(init, average=average)

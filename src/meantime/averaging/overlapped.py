@@ -5,15 +5,18 @@ from __future__ import annotations
 from typing import NamedTuple
 
 from meantime.arrays import Array
+from meantime.averaging.anchors import anchor_of, pseudo_gradient, restarted
 from meantime.averaging.parameters import MeanState, mean
 from meantime.control import as_flag, select
 from meantime.made import made
 from meantime.replicas.base import Levels
 from meantime.schedules import check
+from meantime.state import keeps_apart
 from meantime.transform import Transform
-from meantime.tree import Tree, cast_like, copy, leafwise, zeros_like
+from meantime.tree import Tree, leafwise, zeros_like
 
 
+@keeps_apart()
 class OverlappedState(NamedTuple):
     """The anchor and its momentum (at least float32), and the state of the mean."""
 
@@ -27,15 +30,10 @@ def _pulled(params: Array, anchor: Array, pull: Array) -> Array:
     return params - pull * (params - anchor)
 
 
-@leafwise
-def _difference(anchor: Array, params: Array) -> Array:
-    return params - anchor
-
-
 @leafwise(like=("anchor", "v"))
 def _anchor(delta: Array, anchor: Array, v: Array, beta: Array) -> tuple[Array, Array]:
     v = beta * v + delta
-    return anchor + v, v
+    return anchor - v, v
 
 
 @made
@@ -47,8 +45,8 @@ def overlapped(pull: float = 0.6, momentum: float = 0.7, over: str | None = None
 
     .. math::
         \theta_k \leftarrow \theta_k - \alpha (\theta_k - z), \qquad
-        v \leftarrow \beta v + \Big(\tfrac1K \textstyle\sum_j \theta_j - z\Big), \qquad
-        z \leftarrow z + v
+        v \leftarrow \beta v + \Big(z - \tfrac1K \textstyle\sum_j \theta_j\Big), \qquad
+        z \leftarrow z - v
 
     So there is a whole round to compute the mean, and replicas stay apart. With
     `average(..., now=True)` the anchor and all replicas become the mean of what these hold: pass
@@ -64,7 +62,8 @@ def overlapped(pull: float = 0.6, momentum: float = 0.7, over: str | None = None
 
     Raises:
         ValueError: `pull` or `momentum` is out of range.
-        TypeError: `average` is called without `replicas`, or they have no level `over`.
+        TypeError: a leaf of the parameters is an integer or a bool; `average` is called without
+            `replicas`, or they have no level `over`.
 
     Wang, Liang & Joshi 2020 (https://arxiv.org/abs/2002.09539), section 3, with its momentum.
 
@@ -83,7 +82,7 @@ def overlapped(pull: float = 0.6, momentum: float = 0.7, over: str | None = None
 
     def init(params: Tree) -> OverlappedState:
         return OverlappedState(
-            copy(params, wide=True), zeros_like(params, wide=True), everyone.init(params)
+            anchor_of(params, "overlapped"), zeros_like(params, wide=True), everyone.init(params)
         )
 
     def average(
@@ -97,14 +96,14 @@ def overlapped(pull: float = 0.6, momentum: float = 0.7, over: str | None = None
         at_once = as_flag(now)
         pulled = select(at_once, lambda: params, lambda: _pulled(params, state.anchor, pull))
         delta, counted = everyone.update(
-            _difference(state.anchor, pulled), state.mean, replicas=replicas, weight=weight
+            pseudo_gradient(state.anchor, pulled), state.mean, replicas=replicas, weight=weight
         )
         anchor, momenta = select(
             at_once,
             lambda: _anchor(delta, state.anchor, zeros_like(state.momentum), 0.0),
             lambda: _anchor(delta, state.anchor, state.momentum, momentum),
         )
-        params = select(at_once, lambda: cast_like(copy(anchor), params), lambda: pulled)
+        params = select(at_once, lambda: restarted(anchor, params), lambda: pulled)
         return params, OverlappedState(anchor, momenta, counted)
 
     return Transform(init, average=average)

@@ -6,12 +6,13 @@ from typing import Any, NamedTuple
 
 from meantime import arrays
 from meantime.arrays import Array
+from meantime.averaging.around import update_of
 from meantime.averaging.policies import Period, Policy
 from meantime.control import LAST, as_flag, cond, counter, increment
 from meantime.keywords import forwards, pick
 from meantime.made import made
 from meantime.schedules import check_integer
-from meantime.transform import EmptyState, Transform, as_transform, updating
+from meantime.transform import EmptyState, Transform, as_transform
 from meantime.tree import Tree
 
 
@@ -153,7 +154,7 @@ def periodic(
         start, end, chosen = cond(scheduled, begin, stay, *present)
         return params, PeriodicState(count, start, end, averager, chosen)
 
-    return Transform(init, updating(inner, "averager"), average)
+    return Transform(init, update_of(inner, "averager"), average)
 
 
 @made

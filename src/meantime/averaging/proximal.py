@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any, NamedTuple
 
 from meantime.arrays import Array
-from meantime.averaging.outer import anchor_of
+from meantime.averaging.anchors import anchor_of
 from meantime.averaging.periodic import PeriodicState
 from meantime.keywords import forwards, pick
 from meantime.made import made

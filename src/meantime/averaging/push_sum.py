@@ -8,17 +8,19 @@ import torch
 
 from meantime import arrays
 from meantime.arrays import Array
+from meantime.averaging.anchors import anchor_of, restarted
 from meantime.averaging.gossip import shift_exponentially, towards
-from meantime.averaging.outer import anchor_of
 from meantime.averaging.parameters import MeanState, average_params
 from meantime.codecs.layout import local
 from meantime.control import as_flag, cond, counter, increment
 from meantime.made import made
 from meantime.replicas.base import Levels, resolve
+from meantime.state import keeps_apart
 from meantime.transform import Transform
-from meantime.tree import Tree, all_finite, cast_like, copy, leafwise, leaves
+from meantime.tree import Tree, all_finite, cast_like, leafwise, leaves
 
 
+@keeps_apart()
 class PushSumState(NamedTuple):
     """Calls made (0-d int32), this replica's weight (0-d, at least float32), its parameters after
     the last call (at least float32), and how many of its messages took no part."""
@@ -111,7 +113,7 @@ def push_sum(over: str | None = None) -> Transform:
 
         moved, weight, mean = cond(as_flag(now), of_all, push, moved, state.weight, state.mean)
         after = PushSumState(increment(state.count, counts), weight, moved, mean)
-        return cast_like(copy(moved), params), after
+        return restarted(moved, params), after
 
     return Transform(init, average=average)
 

@@ -6,14 +6,14 @@ from typing import NamedTuple
 
 from meantime import arrays
 from meantime.arrays import Array
-from meantime.averaging.outer import anchor_of
+from meantime.averaging.anchors import anchor_of, pseudo_gradient, restarted
 from meantime.averaging.parameters import MeanState
 from meantime.control import counter, increment, select
 from meantime.made import made
 from meantime.replicas.base import Levels, resolve
 from meantime.schedules import Hyperparameter, check, is_zero, value_at
 from meantime.transform import Transform
-from meantime.tree import Tree, all_finite, cast_like, copy, leafwise, leaves, zeros_like
+from meantime.tree import Tree, all_finite, leafwise, leaves, zeros_like
 
 
 class ScaffoldState(NamedTuple):
@@ -34,11 +34,6 @@ class ScaffoldState(NamedTuple):
 @leafwise
 def _corrected(updates: Array, own: Array, common: Array) -> Array:
     return updates - own + common
-
-
-@leafwise
-def _difference(anchor: Array, params: Array) -> Array:
-    return anchor - params
 
 
 @leafwise
@@ -131,7 +126,7 @@ def scaffold(
             return params, state
         weight = 1.0 if weight is None else weight
         moving = state.distance > 0
-        delta = _difference(state.anchor, params)
+        delta = pseudo_gradient(state.anchor, params)
         distance = arrays.where(moving, state.distance, 1.0)
         renewed = _renewed(state.own, state.common, delta, distance)
         finite = all_finite((delta, renewed))
@@ -148,7 +143,7 @@ def scaffold(
         anchor = _moved(state.anchor, delta, rate)
         mean = MeanState(state.mean.rejected + ~finite)
         after = ScaffoldState(state.count, state.distance * 0, last, own, anchor, common, mean)
-        return cast_like(copy(anchor), params), after
+        return restarted(anchor, params), after
 
     return Transform(init, update, average)
 
