@@ -28,6 +28,11 @@ def pseudo_gradient(anchor: Array, params: Array) -> Array:
     return anchor - params
 
 
+@leafwise
+def descended(anchor: Array, direction: Array, rate: Array) -> Array:
+    return anchor - rate * direction
+
+
 def restarted(anchor: Tree, params: Tree) -> Tree:
     """The anchor as parameters, in memory of their own and in the dtypes of these."""
     return cast_like(copy(anchor), params)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import NamedTuple
 
 from meantime.arrays import Array
-from meantime.averaging.anchors import anchor_of, restarted
+from meantime.averaging.anchors import anchor_of, descended, restarted
 from meantime.averaging.parameters import MeanState, mean
 from meantime.control import as_flag, select
 from meantime.made import made
@@ -27,11 +27,6 @@ class ElasticState(NamedTuple):
 @leafwise(like="center")
 def _stretch(params: Array, center: Array) -> Array:
     return params - center
-
-
-@leafwise
-def _relaxed(params: Array, stretch: Array, rate: Array) -> Array:
-    return params - rate * stretch
 
 
 @made
@@ -95,12 +90,12 @@ def elastic(pull: float = 0.9, over: str | None = None) -> Transform:
         at_rest = as_flag(now)
         center = select(
             at_rest,
-            lambda: _relaxed(state.center, average, -size / (size + 1)),
-            lambda: _relaxed(state.center, average, -pull),
+            lambda: descended(state.center, average, -size / (size + 1)),
+            lambda: descended(state.center, average, -pull),
         )
         params = select(
             all_finite(stretch) & (at_rest == 0),
-            lambda: _relaxed(params, stretch, pull / size),
+            lambda: descended(params, stretch, pull / size),
             lambda: restarted(center, params),
         )
         return params, ElasticState(center, counted)

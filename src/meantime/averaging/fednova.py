@@ -6,7 +6,7 @@ from typing import NamedTuple
 
 from meantime import arrays
 from meantime.arrays import Array
-from meantime.averaging.anchors import anchor_of, restarted
+from meantime.averaging.anchors import anchor_of, descended, restarted
 from meantime.averaging.parameters import MeanState, guarded_mean
 from meantime.control import counter, increment
 from meantime.made import made
@@ -27,11 +27,6 @@ class FedNovaState(NamedTuple):
 @leafwise
 def _per_step(anchor: Array, params: Array, steps: Array) -> Array:
     return (anchor - params) / steps
-
-
-@leafwise
-def _moved(anchor: Array, direction: Array, steps: Array) -> Array:
-    return anchor - steps * direction
 
 
 @made
@@ -101,7 +96,7 @@ def fednova(over: str | None = None) -> Transform:
         (steps, rate), mean = guarded_mean(
             world, message, zeros_like, state.mean, weight, donate=False
         )
-        anchor = _moved(state.anchor, rate, steps)
+        anchor = descended(state.anchor, rate, steps)
         return restarted(anchor, params), FedNovaState(state.count * 0, anchor, mean)
 
     return Transform(init, update, average)

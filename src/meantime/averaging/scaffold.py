@@ -6,7 +6,7 @@ from typing import NamedTuple
 
 from meantime import arrays
 from meantime.arrays import Array
-from meantime.averaging.anchors import anchor_of, pseudo_gradient, restarted
+from meantime.averaging.anchors import anchor_of, descended, pseudo_gradient, restarted
 from meantime.averaging.parameters import MeanState
 from meantime.control import counter, increment, select
 from meantime.made import made
@@ -39,11 +39,6 @@ def _corrected(updates: Array, own: Array, common: Array) -> Array:
 @leafwise
 def _renewed(own: Array, common: Array, delta: Array, distance: Array) -> Array:
     return own - common + delta / distance
-
-
-@leafwise
-def _moved(anchor: Array, delta: Array, rate: Array) -> Array:
-    return anchor - rate * delta
 
 
 @made
@@ -140,7 +135,7 @@ def scaffold(
         message = (delta, _as_exact(present, delta), own)
         delta, part, common = world.mean(message, weight=last)
         rate = server_learning_rate / arrays.where(part > 0, part, 1.0)
-        anchor = _moved(state.anchor, delta, rate)
+        anchor = descended(state.anchor, delta, rate)
         mean = MeanState(state.mean.rejected + ~finite)
         after = ScaffoldState(state.count, state.distance * 0, last, own, anchor, common, mean)
         return restarted(anchor, params), after

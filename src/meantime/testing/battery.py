@@ -84,7 +84,7 @@ def check_transform(
         >>> def update(updates, state, params=None):
         ...     return mt.tree.map(lambda u: u.neg_(), updates), state
         >>> bad = mt.Transform(lambda params: mt.EmptyState(), update)
-        >>> check_transform(bad, examples=5)
+        >>> check_transform(bad)
         Traceback (most recent call last):
             ...
         meantime.testing.cases.LawViolation: law 'pure' is broken at updates...
@@ -130,7 +130,7 @@ def check_averager(
         >>> from meantime.testing import check_averager
         >>> check_averager(mt.local_sgd(mt.sgd(0.1), every=8), plain=True, examples=5)
         >>> check_averager(mt.diloco(mt.sgd(0.1), every=8), examples=5)
-        >>> check_averager(mt.identity(), examples=5)
+        >>> check_averager(mt.identity())
         Traceback (most recent call last):
             ...
         meantime.testing.cases.LawViolation: law 'agreement' is broken at params...

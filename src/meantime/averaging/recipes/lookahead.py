@@ -40,7 +40,7 @@ def lookahead(inner: Any, every: Period = 5, *, learning_rate: Hyperparameter = 
         >>> params
         tensor([-1.])
     """
-    return chain(inner, periodic(outer(sgd(learning_rate)), every))
+    return snoo(inner, every, learning_rate=learning_rate, momentum=0.0)
 
 
 @made
